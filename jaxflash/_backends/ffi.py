@@ -1,0 +1,156 @@
+"""Runs attention in the compiled library through the XLA FFI. The only module that imports the extension."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxflash._types import AttentionSpec, KernelCall, Operands, Problem
+
+try:
+    from jaxflash import _C
+except ImportError as error:
+    _C = None
+    _IMPORT_ERROR = str(error)
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_BACKWARD_ONLY = ("lse", "delta", "dout")
+_FORWARD_OPERANDS = Operands._fields
+_BACKWARD_OPERANDS = tuple(name for name in Operands._fields if name != "sinks") + _BACKWARD_ONLY
+_EMPTY_DTYPES = {  # dtype of the zero-element array that stands for an operand that was not given
+    "bias": np.float32,
+    "mask": np.bool_,
+    "block_mask": np.bool_,
+    "sinks": np.float32,
+    "dropout_batch": np.uint32,
+    "dropout_heads": np.uint32,
+}
+_lock = threading.Lock()
+
+
+def supports(problem: Problem) -> str | None:
+    """Why the CPU kernel cannot run this problem, or None if it can."""
+    missing = library_problem()
+    if missing is not None:
+        return missing
+    if problem.platform != "cpu":
+        return f"runs on CPU devices, this call is on {problem.platform!r}"
+    for name in ("query", "bias"):
+        dtype = problem.dtype(name)
+        if dtype is not None and dtype not in _DTYPES:
+            return f"takes float32, bfloat16 and float16, {name} is {dtype}"
+    return None
+
+
+@functools.cache
+def library_problem() -> str | None:
+    """Why the compiled library cannot be used with the installed jaxlib, or None."""
+    if _C is None:
+        return f"the compiled library is missing ({_IMPORT_ERROR}); reinstall jaxflash with a C++ compiler present"
+    built, installed = _C.build_info()["ffi_api_version"], _installed_api_version()
+    if installed is not None and built > installed:
+        return (
+            f"the compiled library speaks XLA FFI {built[0]}.{built[1]}, this jaxlib only {installed[0]}.{installed[1]}; "
+            "upgrade jaxlib or rebuild jaxflash against it"
+        )
+    return None
+
+
+def _installed_api_version() -> tuple[int, int] | None:
+    """The FFI version of the installed jaxlib. A handler with a newer one would break the whole backend."""
+    text = (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+    found = [re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")]
+    return tuple(int(match[1]) for match in found) if all(found) else None
+
+
+@functools.cache
+def _register() -> None:
+    for name, capsule in _C.registrations().items():
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+
+
+def targets() -> tuple[str, ...]:
+    """Names of the FFI targets, as they appear in lowered programs."""
+    return () if _C is None else tuple(_C.registrations())
+
+
+def run(call: KernelCall, *arrays) -> tuple[jax.Array, ...]:
+    """One kernel call on the arrays of one device; returns the arrays that `call.result_names` names."""
+    with _lock:
+        _register()
+    operands, extra = call.operands(arrays)
+    given = {**operands._asdict(), **extra}
+    names = _FORWARD_OPERANDS if call.direction == "forward" else _BACKWARD_OPERANDS
+    inputs = [_absent(name) if given[name] is None else given[name] for name in names]
+    result_types = [_result_type(name, operands) for name in call.result_names]
+    if call.direction == "backward" and not call.bias_gradient:
+        empty = np.float32 if operands.bias is None else operands.bias.dtype
+        result_types.append(jax.ShapeDtypeStruct((0,), empty))
+    result_types.append(_workspace_type(call, operands))
+    varying = _varying_axes(arrays)
+    results = jax.ffi.ffi_call(
+        f"jaxflash_cpu_{call.direction}_v1", [_with_varying_axes(t, varying, arrays) for t in result_types]
+    )(*inputs, **attributes(call.spec))
+    return tuple(results[: len(call.result_names)])
+
+
+def _absent(name: str) -> jax.Array:
+    return jnp.zeros((0,), _EMPTY_DTYPES.get(name, np.int32))
+
+
+def attributes(spec: AttentionSpec) -> dict[str, object]:
+    """The members of `AttentionAttrs` (csrc/ffi/attrs.h), each cast to the type that is decoded there."""
+    left, right = (-1 if side is None else side for side in spec.window)
+    block_q, block_kv = spec.mask_block or (0, 0)
+    return {
+        "softmax_scale": np.float32(spec.softmax_scale),
+        "logits_soft_cap": np.float32(spec.logits_soft_cap or 0.0),
+        "window_left": np.int64(left),
+        "window_right": np.int64(right),
+        "is_bottom_right": spec.causal_alignment == "bottom_right",
+        "dropout_threshold": np.int32(spec.dropout_threshold),
+        "dropout_scale": np.float32(spec.dropout_scale),
+        "mask_block_q": np.int64(block_q),
+        "mask_block_kv": np.int64(block_kv),
+    }
+
+
+def _result_type(name: str, operands: Operands) -> jax.ShapeDtypeStruct:
+    dtype = jnp.float32 if name == "lse" else operands.bias.dtype if name == "dbias" else operands.query.dtype
+    return jax.ShapeDtypeStruct(operands.shape_of(name), dtype)
+
+
+def _workspace_type(call: KernelCall, operands: Operands) -> jax.ShapeDtypeStruct:
+    """float32 [slots, floats a slot needs]: one slot for each thread that may run the kernel."""
+    head_dim, value_head_dim = operands.query.shape[-1], operands.value.shape[-1]
+    forward, backward = _C.cpu_workspace_floats(head_dim, value_head_dim)
+    floats = forward if call.direction == "forward" else backward
+    return jax.ShapeDtypeStruct((_num_slots(), floats), jnp.float32)
+
+
+def _num_slots() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _varying_axes(arrays) -> frozenset:
+    """The manual mesh axes over which any of the arrays differs between devices (shard_map with check_vma)."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def _with_varying_axes(result: jax.ShapeDtypeStruct, varying: frozenset, arrays) -> jax.ShapeDtypeStruct:
+    if not varying:
+        return result
+    mesh = next(m for x in arrays if not (m := jax.typeof(x).sharding.mesh).empty)
+    return jax.ShapeDtypeStruct(
+        result.shape,
+        result.dtype,
+        sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
+        manual_axis_type=jax.sharding.ManualAxisType(varying=varying),
+    )
