@@ -1,0 +1,1 @@
+"""One module per JAX transformation, outermost first: autodiff, batching, partition."""
