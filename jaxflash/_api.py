@@ -135,11 +135,11 @@ def why(*args, implementation: Implementation | None = None, return_residual: bo
 
     def record(traced):
         traced = iter(traced)
-        merged = [next(traced) if given else x for given, x in zip(is_array, arrays)]
+        merged = [next(traced) if given else x for given, x in zip(is_array, arrays, strict=True)]
         merged_args, merged_kwargs = jax.tree.unflatten(structure, merged)
         problems.append(_problem(*merged_args, **merged_kwargs)[2])
 
-    jax.eval_shape(record, [x for given, x in zip(is_array, arrays) if given])
+    jax.eval_shape(record, [x for given, x in zip(is_array, arrays, strict=True) if given])
     return _dispatch.explain(problems[0], _check_implementation(implementation))
 
 
@@ -177,7 +177,7 @@ def flash_mha(
         query,
         key,
         value,
-        scale=softmax_scale,
+        scale=_validate.check_scale("softmax_scale", softmax_scale),
         is_causal=is_causal,
         local_window_size=_window_of_ports(window_size),
         sinks=sinks,
@@ -247,7 +247,7 @@ def flash_mha_varlen(
         query,
         key,
         value,
-        scale=softmax_scale,
+        scale=_validate.check_scale("softmax_scale", softmax_scale),
         is_causal=is_causal,
         causal_alignment=causal_alignment,
         local_window_size=_window_of_ports(window_size),

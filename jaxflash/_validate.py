@@ -47,8 +47,9 @@ def canonicalize(
     kv_length = key.shape[-3]
     mask_block, blocks = _check_block_mask(block_mask, (*batch, heads, length, kv_length))
     rate = _check_rate(dropout_rate)
+    scale = check_scale("scale", scale)
     spec = AttentionSpec(
-        softmax_scale=_check_scale(scale, query.shape[-1]),
+        softmax_scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
         window=_check_window(local_window_size, check_flag("is_causal", is_causal)),
         causal_alignment=check_choice("causal_alignment", causal_alignment, ("top_left", "bottom_right")),
         logits_soft_cap=_check_soft_cap(logits_soft_cap),
@@ -86,6 +87,11 @@ def check_flag(name: str, value) -> bool:
     raise TypeError(f"{name} must be a Python bool (it is static), it was {_describe(value)}.")
 
 
+def check_scale(name: str, scale) -> float | None:
+    hint = "to use a traced scale, multiply query by it and pass 1.0 here"
+    return None if scale is None else _real(name, scale, "a finite Python number", math.isfinite, hint)
+
+
 def check_choice(name: str, value, choices):
     if isinstance(value, str) and value in choices:
         return value
@@ -111,14 +117,14 @@ def _check_offsets(name: str, value, total: int) -> jax.Array:
 def check_cu_seqlens(query, key, offsets_q, offsets_k, max_q, max_k) -> tuple[jax.Array, jax.Array]:
     """cu_seqlens of queries and keys; keys default to the queries'."""
     for name, x in (("query", query), ("key", key)):
-        if getattr(x, "ndim", 3) != 3:
+        if _floats(name, x).ndim != 3:
             raise ValueError(f"{name} must have shape [total, heads, head_dim] when packed, it was {_describe(x)}.")
     if offsets_k is None:
         offsets_k = offsets_q
     checked = []
     for side, x, offsets, bound in (("q", query, offsets_q, max_q), ("k", key, offsets_k, max_k)):
         name = f"cu_seqlens_{side}"
-        checked.append(_check_offsets(name, offsets, np.shape(x)[0] if np.ndim(x) else 0))
+        checked.append(_check_offsets(name, offsets, x.shape[0]))
         if isinstance(bound, bool) or not isinstance(bound, (int, np.integer)) or bound < -1:
             raise ValueError(f"max_seqlen_{side} must be a Python int, -1 = unknown, it was {_describe(bound)}.")
         is_host = isinstance(offsets, (np.ndarray, list, tuple))
@@ -164,13 +170,6 @@ def _check_qkv(query, key, value):
             f"key has {kv_heads} KV heads and query {heads} heads: query's heads must be a multiple of key's ({shown})."
         )
     return query, key, value
-
-
-def _check_scale(scale, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    hint = "to use a traced scale, multiply query by it and pass scale=1.0"
-    return _real("scale", scale, "a finite Python number", math.isfinite, hint)
 
 
 def _check_soft_cap(cap) -> float | None:
@@ -240,14 +239,14 @@ def _check_bias(bias, full):
 
 
 def _broadcastable(name, x, full):
-    num_batch = len(full) - 3
+    num_batch, given = len(full) - 3, x.shape
     if x.ndim == 3 and num_batch:
         x = x.reshape((1,) * num_batch + x.shape)  # [N, T, S], as jax.nn takes it
-    fits = x.ndim == len(full) and all(size in (1, want) for size, want in zip(x.shape, full))
+    fits = x.ndim == len(full) and all(size in (1, want) for size, want in zip(x.shape, full, strict=False))
     if not fits:
         raise ValueError(
             f"{name} must be broadcastable to [{'..., ' if num_batch != 1 else 'B, '}N, T, S] = {list(full)}, every "
-            f"dim equal or 1 and all dims present; its shape was {list(x.shape)}."
+            f"dim equal or 1 and all dims present; its shape was {list(given)}."
         )
     return x
 

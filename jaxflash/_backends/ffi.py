@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import threading
 from pathlib import Path
 
 import jax
@@ -32,7 +31,6 @@ _EMPTY_DTYPES = {  # dtype of the zero-element array that stands for an operand 
     "dropout_batch": np.uint32,
     "dropout_heads": np.uint32,
 }
-_lock = threading.Lock()
 
 
 def supports(problem: Problem) -> str | None:
@@ -57,8 +55,8 @@ def library_problem() -> str | None:
     built, installed = _C.build_info()["ffi_api_version"], _installed_api_version()
     if installed is not None and built > installed:
         return (
-            f"the compiled library speaks XLA FFI {built[0]}.{built[1]}, this jaxlib only {installed[0]}.{installed[1]}; "
-            "upgrade jaxlib or rebuild jaxflash against it"
+            f"the compiled library speaks XLA FFI {built[0]}.{built[1]}, this jaxlib only "
+            f"{installed[0]}.{installed[1]}; upgrade jaxlib or rebuild jaxflash against it"
         )
     return None
 
@@ -70,10 +68,10 @@ def _installed_api_version() -> tuple[int, int] | None:
     return tuple(int(match[1]) for match in found) if all(found) else None
 
 
-@functools.cache
-def _register() -> None:
-    for name, capsule in _C.registrations().items():
-        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+# On import, so that a program exported earlier runs without calling anything here first.
+if library_problem() is None:
+    for _name, _capsule in _C.registrations().items():
+        jax.ffi.register_ffi_target(_name, _capsule, platform="cpu")
 
 
 def targets() -> tuple[str, ...]:
@@ -83,8 +81,6 @@ def targets() -> tuple[str, ...]:
 
 def run(call: KernelCall, *arrays) -> tuple[jax.Array, ...]:
     """One kernel call on the arrays of one device; returns the arrays that `call.result_names` names."""
-    with _lock:
-        _register()
     operands, extra = call.operands(arrays)
     given = {**operands._asdict(), **extra}
     names = _FORWARD_OPERANDS if call.direction == "forward" else _BACKWARD_OPERANDS

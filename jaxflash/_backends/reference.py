@@ -49,6 +49,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     grouped = probabilities.reshape(*value.shape[:-3], -1, group_size, *probabilities.shape[-2:])
     out = _einsum("...kgts,...skh->...tkgh", grouped, value.astype(grouped.dtype))
     out = out.reshape(*query.shape[:-1], value.shape[-1])
+    # A select, so that the cotangent of an empty row is not even looked at.
+    out = jnp.where(jnp.swapaxes(empty, -1, -2)[..., None], 0, out)
     return out.astype(query.dtype), jnp.swapaxes(lse, -1, -2)
 
 

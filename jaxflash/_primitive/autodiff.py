@@ -20,13 +20,25 @@ from jaxflash._types import AttentionSpec, KernelCall, KernelConfig, Operands
 OUT_NAME = "jaxflash_out"
 LSE_NAME = "jaxflash_lse"
 
+_FORWARD_MODE = (
+    "jaxflash's kernels can be differentiated in reverse mode only (grad, vjp, jacrev); for forward mode "
+    "(jvp, jacfwd, hessian) use implementation='reference'."
+)
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+
 def attend(spec: AttentionSpec, config: KernelConfig, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Runs one attention call: out [*batch, T, N, Hv] and lse [*batch, T, N], both differentiable.
+    """Runs one attention call: out [*batch, T, N, Hv] and lse [*batch, T, N], both differentiable."""
+    try:
+        return _attend_jitted(spec, config, operands)
+    except TypeError as error:
+        # JAX's own refusal, where it comes while tracing; `_reverse_only` covers the rest.
+        if "forward-mode autodiff" in str(error):
+            raise NotImplementedError(_FORWARD_MODE) from error
+        raise
 
-    Jitted, so that an eager call on sharded arrays is partitioned as well.
-    """
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that an eager call on sharded arrays is partitioned as well
+def _attend_jitted(spec, config, operands):
     *batch, length, heads, _ = operands.query.shape
     value_head_dim = operands.value.shape[-1]
     if 0 in (*batch, length, heads):
@@ -141,10 +153,7 @@ def _reverse_only_jvp(primals, tangents):
 
 
 def _refuse_forward_mode(*args, **kwargs):
-    raise NotImplementedError(
-        "jaxflash's kernels can be differentiated in reverse mode only (grad, vjp, jacrev); for forward mode "
-        "(jvp, jacfwd, hessian) use implementation='reference'."
-    )
+    raise NotImplementedError(_FORWARD_MODE)
 
 
 _reverse_only_p.def_impl(_refuse_forward_mode)

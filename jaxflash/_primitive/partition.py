@@ -88,7 +88,9 @@ def choose_layout(mesh, query_axes: tuple[Axes, ...], query_shape, key_shape) ->
     *batch_axes, _, head_axes, _ = query_axes
     *batch, _, heads, _ = query_shape
     kv_heads = key_shape[-2]
-    batch_axes = tuple(axes if size % _size(mesh, axes) == 0 else () for axes, size in zip(batch_axes, batch))
+    batch_axes = tuple(
+        axes if size % _size(mesh, axes) == 0 else () for axes, size in zip(batch_axes, batch, strict=True)
+    )
     shards = _size(mesh, head_axes)
     if heads % shards == 0 and kv_heads % shards == 0:
         kv_head_axes = head_axes
@@ -194,7 +196,9 @@ def _sharding_rule(call: KernelCall, mesh, value_types, result_types):
     replicated = []
 
     def factors(name, shape):
-        names = [f"b{i}" if size == full else next(fresh) for i, (size, full) in enumerate(zip(shape, batch))]
+        names = [
+            f"b{i}" if size == full else next(fresh) for i, (size, full) in enumerate(zip(shape, batch, strict=False))
+        ]
         for dim, size in zip(OPERAND_DIMS[name], shape[len(batch) :], strict=True):
             known = dim in letters and size == sizes.get(dim, size)
             names.append(letters[dim] if known else next(fresh))
@@ -216,7 +220,7 @@ def _axes_of_sharding(mesh, sharding, shape: tuple[int, ...]) -> tuple[Axes, ...
         shard = sharding.shard_shape(shape)
     except ValueError:  # does not divide evenly
         return nowhere
-    splits = [size // part if part else 1 for size, part in zip(shape, shard)]
+    splits = [size // part if part else 1 for size, part in zip(shape, shard, strict=True)]
     for axes in _splittings(mesh, splits, mesh.axis_names):
         if sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*(a or None for a in axes))), len(shape)):
             return axes
