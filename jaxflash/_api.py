@@ -52,7 +52,7 @@ def attention(
       value: [B, S, K, Hv], query's dtype and batch dims. Hv may differ from H.
       bias: Added to the logits. Any floating dtype; broadcastable to [B, N, T, S]: every dim equal or 1 ([N, T, S] is
         taken too). Never materialised; its gradient, computed only if asked for, is summed over the broadcast dims.
-        -inf means masked.
+        -inf means masked; the most negative finite value only outweighs everything else.
       mask: bool, True = may attend. Broadcastable like bias.
       scale: Dimensionless factor on query @ key.T. Default 1 / sqrt(H). Static.
       is_causal: Query t sees keys s <= t, along the diagonal that `causal_alignment` says. Static.

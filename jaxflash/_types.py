@@ -80,6 +80,9 @@ class Operands(NamedTuple):
         return (*self.query.shape[:-3], *(sizes[dim] for dim in OPERAND_DIMS[name]))
 
 
+# What the backward takes besides the operands: the forward's results and their cotangents; dlse may be absent.
+BACKWARD_ONLY = ("out", "lse", "lse_low", "dout", "dlse")
+
 # Dimensions after the batch dims. T, S: query and key length; N, K: query and KV heads; H, Hv: head dims.
 # Tb, Sb: blocks of the block mask; E: sequences + 1; W: words. A dim named N, T or S may be 1 in bias, mask, sinks.
 OPERAND_DIMS: dict[str, tuple[str, ...]] = {
@@ -100,8 +103,10 @@ OPERAND_DIMS: dict[str, tuple[str, ...]] = {
     "dropout_heads": ("N",),
     "out": ("T", "N", "Hv"),
     "lse": ("T", "N"),
-    "delta": ("T", "N"),
+    "lse_low": ("T", "N"),  # what float32 lse cannot hold: logsumexp = lse + lse_low
+    "delta": ("T", "N"),  # sum(dout * out) - dlse, float32
     "dout": ("T", "N", "Hv"),
+    "dlse": ("T", "N"),
     "dq": ("T", "N", "H"),
     "dk": ("S", "K", "H"),
     "dv": ("S", "K", "Hv"),
@@ -122,13 +127,14 @@ class KernelCall:
     @property
     def result_names(self) -> tuple[str, ...]:
         if self.direction == "forward":
-            return ("out", "lse")
-        return ("dq", "dk", "dv", "dbias") if self.bias_gradient else ("dq", "dk", "dv")
+            return ("out", "lse", "lse_low")
+        bias = ("dbias",) if self.bias_gradient else ()
+        return ("dq", "dk", "dv", "delta", *bias)
 
     def operands(self, arrays) -> tuple[Operands, dict[str, Any]]:
         """Splits the arrays into the attention operands and what only the backward takes."""
         named = dict(zip(self.operand_names, arrays, strict=True))
-        extra = {name: named.pop(name) for name in ("lse", "delta", "dout") if name in named}
+        extra = {name: named.pop(name) for name in BACKWARD_ONLY if name in named}
         return Operands(**named), extra
 
 

@@ -11,18 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash._types import AttentionSpec, KernelCall, Operands, Problem
+from jaxflash._types import BACKWARD_ONLY, AttentionSpec, KernelCall, Operands, Problem
 
 try:
-    from jaxflash import _C
+    import jaxflash._C as _C
 except ImportError as error:
     _C = None
     _IMPORT_ERROR = str(error)
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_BACKWARD_ONLY = ("lse", "delta", "dout")
 _FORWARD_OPERANDS = Operands._fields
-_BACKWARD_OPERANDS = tuple(name for name in Operands._fields if name != "sinks") + _BACKWARD_ONLY
+_BACKWARD_OPERANDS = tuple(name for name in Operands._fields if name != "sinks") + BACKWARD_ONLY
 _EMPTY_DTYPES = {  # dtype of the zero-element array that stands for an operand that was not given
     "bias": np.float32,
     "mask": np.bool_,
@@ -30,6 +29,7 @@ _EMPTY_DTYPES = {  # dtype of the zero-element array that stands for an operand 
     "sinks": np.float32,
     "dropout_batch": np.uint32,
     "dropout_heads": np.uint32,
+    "dlse": np.float32,
 }
 
 
@@ -82,19 +82,18 @@ def targets() -> tuple[str, ...]:
 def run(call: KernelCall, *arrays) -> tuple[jax.Array, ...]:
     """One kernel call on the arrays of one device; returns the arrays that `call.result_names` names."""
     operands, extra = call.operands(arrays)
-    given = {**operands._asdict(), **extra}
+    given = {**operands._asdict(), "dlse": None, **extra}
     names = _FORWARD_OPERANDS if call.direction == "forward" else _BACKWARD_OPERANDS
     inputs = [_absent(name) if given[name] is None else given[name] for name in names]
-    result_types = [_result_type(name, operands) for name in call.result_names]
-    if call.direction == "backward" and not call.bias_gradient:
-        empty = np.float32 if operands.bias is None else operands.bias.dtype
-        result_types.append(jax.ShapeDtypeStruct((0,), empty))
+    result_names = ("out", "lse", "lse_low") if call.direction == "forward" else ("dq", "dk", "dv", "dbias", "delta")
+    result_types = [_result_type(name, call, operands) for name in result_names]
     result_types.append(_workspace_type(call, operands))
     varying = _varying_axes(arrays)
     results = jax.ffi.ffi_call(
         f"jaxflash_cpu_{call.direction}_v1", [_with_varying_axes(t, varying, arrays) for t in result_types]
     )(*inputs, **attributes(call.spec))
-    return tuple(results[: len(call.result_names)])
+    named = dict(zip(result_names, results, strict=False))
+    return tuple(named[name] for name in call.result_names)
 
 
 def _absent(name: str) -> jax.Array:
@@ -118,8 +117,11 @@ def attributes(spec: AttentionSpec) -> dict[str, object]:
     }
 
 
-def _result_type(name: str, operands: Operands) -> jax.ShapeDtypeStruct:
-    dtype = jnp.float32 if name == "lse" else operands.bias.dtype if name == "dbias" else operands.query.dtype
+def _result_type(name: str, call: KernelCall, operands: Operands) -> jax.ShapeDtypeStruct:
+    if name == "dbias":
+        dtype = np.float32 if operands.bias is None else operands.bias.dtype
+        return jax.ShapeDtypeStruct(operands.shape_of(name) if call.bias_gradient else (0,), dtype)
+    dtype = jnp.float32 if name in ("lse", "lse_low", "delta") else operands.query.dtype
     return jax.ShapeDtypeStruct(operands.shape_of(name), dtype)
 
 

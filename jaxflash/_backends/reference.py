@@ -42,11 +42,11 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(row_sum))
 
     probabilities = weights / row_sum[..., None]
-    if spec.dropout_rate > 0:
+    if spec.dropout_threshold > 0:
         keep = masks.operand_dropout_keep(spec, operands)
         probabilities = jnp.where(keep, probabilities * spec.dropout_scale, 0)
     group_size = _group_size(operands)
-    grouped = probabilities.reshape(*value.shape[:-3], -1, group_size, *probabilities.shape[-2:])
+    grouped = probabilities.reshape(*value.shape[:-3], value.shape[-2], group_size, *probabilities.shape[-2:])
     out = _einsum("...kgts,...skh->...tkgh", grouped, value.astype(grouped.dtype))
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     # A select, so that the cotangent of an empty row is not even looked at.
@@ -59,15 +59,16 @@ def compute_logits(spec: AttentionSpec, query, key, bias, visible):
     accumulator = jnp.promote_types(query.dtype, jnp.float32)
     *batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[-2]
-    grouped = query.astype(accumulator).reshape(*batch, length, kv_heads, -1, head_dim)
+    grouped = query.astype(accumulator).reshape(*batch, length, kv_heads, heads // kv_heads, head_dim)
     logits = _einsum("...tkgh,...skh->...kgts", grouped, key.astype(accumulator)) * spec.softmax_scale
     logits = logits.reshape(*batch, heads, length, key.shape[-3])
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     if bias is not None:
+        bias = bias.astype(accumulator)
         hidden = bias == -jnp.inf
         visible = ~hidden if visible is None else visible & ~hidden
-        logits = logits + jnp.where(hidden, 0, bias.astype(accumulator))
+        logits = logits + jnp.where(hidden, 0, bias)
         lowest = jnp.finfo(accumulator).min  # the most negative finite bias stays finite when a logit is added
         logits = jnp.where(logits == -jnp.inf, lowest, logits)
     if visible is not None:

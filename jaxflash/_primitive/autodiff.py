@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxflash._backends import reference
 from jaxflash._primitive.batching import run_batched
 from jaxflash._primitive.partition import run_reference, same_type_as, same_varying_axes
-from jaxflash._types import AttentionSpec, KernelCall, KernelConfig, Operands
+from jaxflash._types import BACKWARD_ONLY, AttentionSpec, KernelCall, KernelConfig, Operands
 
 OUT_NAME = "jaxflash_out"
 LSE_NAME = "jaxflash_lse"
@@ -54,30 +54,28 @@ def _attend_jitted(spec, config, operands):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(spec, config, operands):
-    return _forward(spec, config, operands)
+    return _forward(spec, config, operands)[:2]
 
 
 def _forward_rule(spec, config, operands):
     bias_gradient = operands.bias is not None and operands.bias.perturbed
     operands = jax.tree.map(lambda x: x.value, operands)
-    out, lse = _forward(spec, config, operands)
+    out, lse, lse_low = _forward(spec, config, operands)
     # Named, so that a checkpoint policy can save them and skip the second forward.
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (_Wanted(bias_gradient), operands, out, lse)
+    out = checkpoint_name(out, OUT_NAME)
+    lse, lse_low = checkpoint_name(lse, LSE_NAME), checkpoint_name(lse_low, LSE_NAME)
+    return (out, lse), (_Wanted(bias_gradient), operands, out, lse, lse_low)
 
 
 def _backward_rule(spec, config, residuals, cotangents):
-    wanted, operands, out, lse = residuals
+    wanted, operands, out, lse, lse_low = residuals
     dout, dlse = cotangents
     dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-    # delta = rowsum(P * dP) - dlse, with rowsum(P * dP) = rowsum(dout * out): FlashAttention-2, Algorithm 2, line 4.
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    if not isinstance(dlse, SymbolicZero):
-        delta = delta - dlse
-    dq, dk, dv, dbias = _backward(spec, config, wanted.bias, operands, lse, delta, dout)
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse
+    dq, dk, dv, delta, dbias = _backward(spec, config, wanted.bias, operands, out, lse, lse_low, dout, dlse)
     gradients = {"query": dq, "key": dk, "value": dv, "bias": dbias}
     if operands.sinks is not None:
-        gradients["sinks"] = _sinks_gradient(operands.sinks, lse, delta)
+        gradients["sinks"] = _sinks_gradient(operands.sinks, lse, lse_low, delta)
     typed = {
         name: same_type_as(gradient, getattr(operands, name))
         for name, gradient in gradients.items()
@@ -98,10 +96,10 @@ class _Wanted:
     bias: bool
 
 
-def _sinks_gradient(sinks, lse, delta):
+def _sinks_gradient(sinks, lse, lse_low, delta):
     """A sink is a key with no value: P_sink = exp(sink - lse), dP_sink = 0, so dsink = -sum P_sink * delta."""
     visible = lse > -jnp.inf  # padding rows take no part, whatever their cotangent holds
-    weight = jnp.exp(sinks[..., None, :] - jnp.where(visible, lse, jnp.inf))
+    weight = jnp.exp(sinks[..., None, :] - jnp.where(visible, lse, jnp.inf) - lse_low)
     per_row = jnp.where(visible, -weight * delta, 0)
     gradient = jnp.sum(per_row, axis=-2)
     broadcast = tuple(i for i, size in enumerate(sinks.shape) if size != gradient.shape[i])
@@ -112,14 +110,15 @@ def _sinks_gradient(sinks, lse, delta):
 def _forward(spec, config, operands):
     operands = {name: x for name, x in operands._asdict().items() if x is not None}
     call = KernelCall("forward", spec, config, tuple(operands))
-    out, lse = run_batched(call, *operands.values())
-    return same_type_as(out, operands["query"]), lse
+    out, lse, lse_low = run_batched(call, *operands.values())
+    return same_type_as(out, operands["query"]), lse, lse_low
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _backward(spec, config, bias_gradient, operands, lse, delta, dout):
-    arrays = {name: x for name, x in operands._asdict().items() if x is not None and name != "sinks"}
-    arrays |= {"lse": lse, "delta": delta, "dout": dout}
+def _backward(spec, config, bias_gradient, operands, out, lse, lse_low, dout, dlse):
+    own = dict(zip(BACKWARD_ONLY, (out, lse, lse_low, dout, dlse), strict=True))
+    arrays = {**operands._replace(sinks=None)._asdict(), **own}
+    arrays = {name: x for name, x in arrays.items() if x is not None}
     call = KernelCall("backward", spec, config, tuple(arrays), bias_gradient)
     gradients = run_batched(call, *arrays.values())
     return gradients if bias_gradient else (*gradients, None)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxflash._primitive.partition import run_partitioned
-from jaxflash._types import KernelCall
+from jaxflash._types import BACKWARD_ONLY, KernelCall
 
 # These have every batch dim in full; all other operands may keep size 1 there, and are then never materialised.
-_FULL = ("query", "key", "value", "lse", "delta", "dout")
+_FULL = ("query", "key", "value", *BACKWARD_ONLY)
 
 
 def run_batched(call: KernelCall, *arrays):
