@@ -1,0 +1,1 @@
+"""Programs that use jaxflash the way a project of yours would."""
