@@ -14,7 +14,9 @@ CSRC_TOP_FILES = {"params.h": "base", "module.cc": "."}  # params.h is plain dat
 
 def test_only_the_backend_imports_the_extension():
     """The import contract in pyproject.toml does not see compiled modules."""
-    importers = [path for path in (ROOT / "jaxflash").rglob("*.py") if re.search(r"import jaxflash\._C\b", path.read_text())]
+    importers = [
+        path for path in (ROOT / "jaxflash").rglob("*.py") if re.search(r"import jaxflash\._C\b", path.read_text())
+    ]
     assert [path.name for path in importers] == ["ffi.py"]
 
 

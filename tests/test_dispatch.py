@@ -1,0 +1,195 @@
+"""Which implementation a call takes, every reason for refusing, and what is printed about it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxflash
+from jaxflash import _device, _dispatch
+from jaxflash._backends import ffi
+from jaxflash._types import AttentionSpec, KernelConfig
+
+
+@pytest.fixture(autouse=True)
+def no_log(monkeypatch):
+    monkeypatch.delenv("JAXFLASH_LOG", raising=False)
+
+
+def qkv(dtype="float32", make=jnp.zeros):
+    return make((2, 5, 4, 8), dtype), make((2, 7, 2, 8), dtype), make((2, 7, 2, 12), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_kernel_is_first_choice(dtype):
+    explanation = jaxflash.why(*qkv(dtype))
+    assert explanation.chosen == "cpu"
+    assert explanation.reasons == {"cpu": None, "reference": None}
+
+
+def test_every_option_at_once_still_runs_on_the_kernel():
+    explanation = jaxflash.why(
+        *qkv(), jnp.zeros((2, 4, 5, 7), "bfloat16"), jnp.ones((2, 1, 1, 7), bool), is_causal=True,
+        causal_alignment="bottom_right", query_seq_lengths=[1, 2], key_value_seq_lengths=[3, 4],
+        query_segment_ids=jnp.zeros((2, 5), "int32"), key_value_segment_ids=jnp.zeros((2, 7), "int32"),
+        local_window_size=3, logits_soft_cap=2.0, sinks=jnp.zeros(4), dropout_rate=0.1,
+        block_mask=jaxflash.BlockMask(jnp.ones((1, 1, 1, 1), bool), 64, 64), dropout_key=jax.random.key(0),
+        deterministic=True, return_residual=True,
+    )  # fmt: skip
+    assert explanation.chosen == "cpu"
+
+
+class TestRefusals:
+    def test_library_missing(self, monkeypatch):
+        monkeypatch.setattr(ffi, "library_problem", lambda: "the compiled library is missing (no such file)")
+        explanation = jaxflash.why(*qkv())
+        assert explanation.chosen == "reference"
+        assert explanation.reasons["cpu"] == "the compiled library is missing (no such file)"
+        with pytest.raises(NotImplementedError, match="cpu refused: the compiled library is missing"):
+            jaxflash.attention(*qkv(), implementation="cpu")
+        assert jaxflash.attention(*qkv()).shape == (2, 5, 4, 12)
+
+    def test_import_error_becomes_the_reason(self, monkeypatch):
+        monkeypatch.setattr(ffi, "_C", None)
+        monkeypatch.setattr(ffi, "_IMPORT_ERROR", "libfoo.so.1: cannot open", raising=False)
+        reason = ffi.library_problem.__wrapped__()
+        assert "libfoo.so.1: cannot open" in reason and "reinstall" in reason
+
+    def test_library_newer_than_jaxlib(self, monkeypatch):
+        installed = ffi._installed_api_version()
+
+        class Newer:
+            @staticmethod
+            def build_info():
+                return {"ffi_api_version": (installed[0], installed[1] + 1)}
+
+        monkeypatch.setattr(ffi, "_C", Newer)
+        reason = ffi.library_problem.__wrapped__()
+        assert f"speaks XLA FFI {installed[0]}.{installed[1] + 1}" in reason and "upgrade jaxlib" in reason
+
+    @pytest.mark.parametrize("platform", ["gpu", "tpu"])
+    def test_other_platform(self, monkeypatch, platform):
+        monkeypatch.setattr(_device, "platform_of", lambda *arrays: platform)
+        explanation = jaxflash.why(*qkv())
+        assert explanation.chosen == "reference"
+        assert explanation.reasons["cpu"] == f"runs on CPU devices, this call is on '{platform}'"
+
+    def test_float64(self):
+        with jax.enable_x64(True):
+            explanation = jaxflash.why(*qkv("float64"))
+            assert explanation.chosen == "reference"
+            assert "query is float64" in explanation.reasons["cpu"]
+            with pytest.raises(NotImplementedError, match="query is float64.*These can: 'reference'"):
+                jaxflash.attention(*qkv("float64"), implementation="cpu")
+
+    def test_float64_bias(self):
+        with jax.enable_x64(True):
+            arrays = (*qkv(), jnp.zeros((1, 1, 5, 7), "float64"))
+            assert "bias is float64" in jaxflash.why(*arrays).reasons["cpu"]
+
+    def test_every_reason_is_listed(self, monkeypatch):
+        table = {"cpu": lambda problem: "is out of order", "reference": lambda problem: "is on strike"}
+        monkeypatch.setattr(_dispatch, "_IMPLEMENTATIONS", table)
+        with pytest.raises(
+            NotImplementedError,
+            match="no implementation runs this call. cpu refused: is out of order; reference refused: is on strike",
+        ):
+            jaxflash.attention(*qkv())
+
+
+class TestNamedImplementation:
+    @pytest.mark.parametrize("name", ["cpu", "reference"])
+    def test_is_taken(self, name):
+        assert jaxflash.why(*qkv(), implementation=name).chosen == name
+
+    @pytest.mark.parametrize("name", ["cpu", "reference"])
+    def test_is_never_replaced(self, monkeypatch, name):
+        def refuse(problem):
+            return "is out of order"
+
+        monkeypatch.setitem(_dispatch._IMPLEMENTATIONS, name, refuse)
+        assert jaxflash.why(*qkv(), implementation=name).chosen is None
+        with pytest.raises(NotImplementedError, match=f"implementation='{name}' does not run.*is out of order"):
+            jaxflash.attention(*qkv(), implementation=name)
+
+    @pytest.mark.parametrize(("name", "is_called"), [("cpu", True), ("reference", False)])
+    def test_is_what_runs(self, name, is_called):
+        text = jax.jit(lambda *x: jaxflash.attention(*x, implementation=name)).lower(*qkv()).as_text()
+        assert ("jaxflash_cpu_forward_v1" in text) == is_called
+
+    def test_unknown_name_lists_the_known(self):
+        with pytest.raises(ValueError, match="implementation must be one of 'cpu', 'reference', it was 'fa9'"):
+            jaxflash.attention(*qkv(), implementation="fa9")
+
+
+class TestWhy:
+    def test_takes_shapes(self):
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv()]
+        assert jaxflash.why(*shapes) == jaxflash.why(*qkv())
+        mask = jax.ShapeDtypeStruct((2, 1, 5, 7), jnp.bool_)
+        assert jaxflash.why(*shapes, mask=mask, is_causal=True).chosen == "cpu"
+
+    def test_takes_numpy(self):
+        assert jaxflash.why(*qkv(make=np.zeros)).chosen == "cpu"
+
+    def test_takes_shapes_inside_a_block_mask(self):
+        blocks = jaxflash.BlockMask(jax.ShapeDtypeStruct((1, 1, 2, 2), jnp.bool_), 4, 4)
+        assert jaxflash.why(*qkv(), block_mask=blocks).chosen == "cpu"
+
+    def test_takes_keywords_and_return_residual(self):
+        query, key, value = qkv()
+        assert jaxflash.why(query=query, key=key, value=value, return_residual=True).chosen == "cpu"
+
+    def test_runs_nothing(self, monkeypatch):
+        monkeypatch.setattr(ffi, "run", lambda *arguments: pytest.fail("ran"))
+        jaxflash.why(*qkv())
+
+    @pytest.mark.parametrize("shape", [(3, 7, 2, 8), (2, 7, 3, 8), (2, 7, 2, 9)])
+    def test_refuses_what_attention_refuses(self, shape):
+        query, _, value = qkv()
+        with pytest.raises(ValueError, match="key"):
+            jaxflash.why(query, jax.ShapeDtypeStruct(shape, jnp.float32), value)
+
+    def test_text(self, monkeypatch):
+        monkeypatch.setattr(ffi, "library_problem", lambda: "the library is away")
+        assert str(jaxflash.why(*qkv())).splitlines() == [
+            "chosen: reference",
+            "  cpu: refuses: the library is away",
+            "  reference: can run this call",
+        ]
+
+
+class TestLog:
+    def test_prints_constructor_calls(self, monkeypatch, capsys):
+        monkeypatch.setenv("JAXFLASH_LOG", "dispatch")
+        jaxflash.attention(*qkv(), is_causal=True, deterministic=True, implementation="reference")
+        line = capsys.readouterr().err.strip()
+        assert line.startswith("jaxflash: ")
+        config, spec = line.removeprefix("jaxflash: ").split(" for ")
+        names = {"KernelConfig": KernelConfig, "AttentionSpec": AttentionSpec}
+        assert eval(config, names) == KernelConfig("reference", deterministic=True)
+        assert eval(spec, names) == AttentionSpec(1 / math.sqrt(8), window=(None, 0))
+
+    @pytest.mark.parametrize("value", ["", "1", "other"])
+    def test_is_silent_otherwise(self, monkeypatch, capsys, value):
+        monkeypatch.setenv("JAXFLASH_LOG", value)
+        jaxflash.attention(*qkv())
+        assert capsys.readouterr() == ("", "")
+
+
+class TestPlatform:
+    def test_of_committed_arrays(self):
+        assert _device.platform_of(jax.device_put(jnp.zeros(2), jax.devices("cpu")[1])) == "cpu"
+
+    def test_of_the_default_device(self):
+        with jax.default_device(jax.devices("cpu")[0]):
+            assert _device.platform_of(np.zeros(2)) == "cpu"
+
+    def test_of_traced_arrays(self):
+        jax.eval_shape(lambda x: pytest.fail("other") if _device.platform_of(x) != "cpu" else x, jnp.zeros(2))
+
+
+def test_names_are_in_order_of_preference():
+    assert _dispatch.implementations() == ("cpu", "reference")
