@@ -51,7 +51,12 @@ def supports(problem: Problem) -> str | None:
 def library_problem() -> str | None:
     """Why the compiled library cannot be used with the installed jaxlib, or None."""
     if _C is None:
-        return f"the compiled library is missing ({_IMPORT_ERROR}); reinstall jaxflash with a C++ compiler present"
+        source = Path(__file__).parents[2]
+        if (source / "pyproject.toml").exists():
+            advice = f"jaxflash was imported from its source in {source}: run elsewhere, or pip install -e ."
+        else:
+            advice = "reinstall jaxflash with a C++ compiler present"
+        return f"the compiled library is missing ({_IMPORT_ERROR}); {advice}"
     built, installed = _C.build_info()["ffi_api_version"], _installed_api_version()
     if installed is not None and built > installed:
         return (
