@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxflash._backends import ffi
+
 ROOT = Path(__file__).parent.parent
 
 # Lowest first; a file may include its own folder and those below.
@@ -54,3 +56,25 @@ def test_includes_point_down(path):
 def test_no_commented_out_code(path):
     dead = re.findall(r"^\s*//.*;\s*$", path.read_text(), re.MULTILINE)
     assert dead == []
+
+
+def _handlers() -> dict[str, str]:
+    """Name and definition of every FFI handler."""
+    text = "".join(path.read_text() for path in (ROOT / "csrc" / "ffi").iterdir())
+    definitions = re.findall(r"XLA_FFI_DEFINE_HANDLER_SYMBOL\((\w+),(.*?)\);\n", text, re.DOTALL)
+    return dict(definitions)
+
+
+def test_every_handler_may_be_captured_in_a_command_buffer():
+    handlers = _handlers()
+    assert set(handlers) == set(ffi.targets())
+    for name, definition in handlers.items():
+        assert "{xla::ffi::Traits::kCmdBufferCompatible}" in definition, name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_handlers_neither_allocate_arrays_nor_wait(path):
+    """All memory in proportion to the problem is XLA's; a handler that waits could starve the pool it runs on."""
+    forbidden = r"\b(malloc|calloc|new float|aligned_alloc|cudaMalloc\w*|cudaStreamSynchronize|cudaDeviceSynchronize)\b"
+    forbidden += r"|\.wait\(|\.join\(|condition_variable|sleep_for"
+    assert re.findall(forbidden, path.read_text()) == []

@@ -310,6 +310,22 @@ def test_reference_is_sharded_by_jax():
     assert_close(run(*(jax.device_put(x, NamedSharding(mesh, BOTH)) for x in arrays)), run(*arrays))
 
 
+@pytest.mark.parametrize("spec", [BATCH, BOTH], ids=["batch", "both"])
+def test_reference_on_explicit_axes(spec):
+    arrays = _inputs()
+    mesh = _mesh(kind="Explicit")
+
+    def gradients(*arrays):
+        attend = lambda *a: jaxflash.attention(*a, is_causal=True, implementation="reference")  # noqa: E731
+        return attend(*arrays), jax.grad(lambda *a: jnp.sum(attend(*a) ** 2), (0, 1, 2))(*arrays)
+
+    expected = gradients(*arrays)
+    with jax.set_mesh(mesh):
+        out, grads = jax.jit(gradients)(*(jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays))
+    assert_close((out, grads), expected)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+
+
 @pytest.mark.parametrize(
     ("axes", "heads", "kv_heads", "expected_heads", "expected_kv_heads"),
     [
