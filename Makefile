@@ -41,7 +41,7 @@ demo: $(BUILT) $(call INSTALLED,demo)
 	$(VENV)/bin/python -m examples.gpt $(ARGS)
 
 test: $(BUILT) $(call INSTALLED,test)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses auto $(ARGS)
 
 benchmark: $(BUILT) $(call INSTALLED,benchmark)
 	$(VENV)/bin/python -m benchmarks.attention $(ARGS)

@@ -17,6 +17,12 @@ from jaxflash.flax.linen import AttentionFn, attention_fn
 HEADS, FEATURES = 3, 24
 
 
+@pytest.fixture
+def implementation():
+    """One is enough: the adapters do not depend on it, and other tests compare the implementations."""
+    return "cpu"
+
+
 def module(fn, **options):
     return nn.MultiHeadDotProductAttention(HEADS, qkv_features=FEATURES, attention_fn=fn, **options)
 

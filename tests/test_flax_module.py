@@ -15,6 +15,12 @@ from jaxflash.flax.nnx import GroupedQueryAttention, rotate
 FEATURES, HEADS, KV_HEADS = 24, 6, 2
 
 
+@pytest.fixture
+def implementation():
+    """One is enough: the adapters do not depend on it, and other tests compare the implementations."""
+    return "cpu"
+
+
 def layer(**options):
     """The module with 6 query heads on 2 KV heads, and sinks that are not 0."""
     options = {"num_kv_heads": KV_HEADS, "head_dim": 8} | options

@@ -15,6 +15,12 @@ from jaxflash.flax.nnx import AttentionFn, attention_fn
 HEADS, FEATURES = 4, 24
 
 
+@pytest.fixture
+def implementation():
+    """One is enough: the adapters do not depend on it, and other tests compare the implementations."""
+    return "cpu"
+
+
 def module(fn=None, **options):
     """Modules of the same options have the same parameters; without `fn`, with Flax's own attention."""
     attention = {} if fn is None else {"attention_fn": fn}

@@ -51,9 +51,9 @@ def supports(problem: Problem) -> str | None:
 def library_problem() -> str | None:
     """Why the compiled library cannot be used with the installed jaxlib, or None."""
     if _C is None:
-        source = Path(__file__).parents[2]
-        if (source / "pyproject.toml").exists():
-            advice = f"jaxflash was imported from its source in {source}: run elsewhere, or pip install -e ."
+        root = Path(__file__).parents[2]
+        if (root / "pyproject.toml").exists():
+            advice = f"jaxflash is its source folder {root}: run elsewhere, or reinstall with pip install -e ."
         else:
             advice = "reinstall jaxflash with a C++ compiler present"
         return f"the compiled library is missing ({_IMPORT_ERROR}); {advice}"
