@@ -3,19 +3,27 @@
 
 #include "ffi/handlers.h"
 #include "launch/cpu.h"
+#if defined(JAXFLASH_HAS_CUDA)
+#include "launch/fa2.h"
+#endif
 
 namespace nb = nanobind;
 
 namespace {
 
-nb::capsule handler_capsule(XLA_FFI_Handler* handler) {
-  return nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+nb::tuple handler(XLA_FFI_Handler* handler, const char* platform) {
+  return nb::make_tuple(nb::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET"),
+                        platform);
 }
 
 nb::dict registrations() {
   nb::dict handlers;
-  handlers["jaxflash_cpu_forward_v1"] = handler_capsule(jaxflash_cpu_forward_v1);
-  handlers["jaxflash_cpu_backward_v1"] = handler_capsule(jaxflash_cpu_backward_v1);
+  handlers["jaxflash_cpu_forward_v1"] = handler(jaxflash_cpu_forward_v1, "cpu");
+  handlers["jaxflash_cpu_backward_v1"] = handler(jaxflash_cpu_backward_v1, "cpu");
+#if defined(JAXFLASH_HAS_CUDA)
+  handlers["jaxflash_fa2_forward_v1"] = handler(jaxflash_fa2_forward_v1, "CUDA");
+  handlers["jaxflash_fa2_backward_v1"] = handler(jaxflash_fa2_backward_v1, "CUDA");
+#endif
   return handlers;
 }
 
@@ -36,12 +44,19 @@ nb::tuple cpu_workspace_floats(int64_t head_dim, int64_t value_head_dim) {
 }  // namespace
 
 NB_MODULE(_C, module) {
-  module.def("registrations", &registrations, "FFI target name -> handler capsule.");
-  module.def("build_info", &build_info,
-             "version, compiler, ffi_api_version (major, minor) of the headers, and cuda: why the "
-             "CUDA kernels are not in this build.");
+  module.def("registrations", &registrations, "FFI target name -> (handler capsule, platform).");
+  module.def(
+      "build_info", &build_info,
+      "version, compiler, ffi_api_version (major, minor) of the headers, and cuda: the toolkit "
+      "and architectures of the CUDA kernels, or why they are not in this build.");
   module.def("cpu_isa", &jaxflash::launch::cpu_isa, "Instruction set the CPU kernels run on.");
   module.def("cpu_workspace_floats", &cpu_workspace_floats, nb::arg("head_dim"),
              nb::arg("value_head_dim"),
              "(forward, backward) floats that one worker's workspace slot needs.");
+#if defined(JAXFLASH_HAS_CUDA)
+  module.def("fa2_backward_workspace_floats", &jaxflash::launch::fa2_backward_workspace_floats,
+             nb::arg("B"), nb::arg("T"), nb::arg("N"), nb::arg("H"), nb::arg("Hv"),
+             nb::arg("num_sequences"), nb::arg("dbias_elements"), nb::arg("is_deterministic"),
+             "Floats of workspace that fa2's backward needs.");
+#endif
 }

@@ -11,10 +11,14 @@ namespace jaxflash {
 
 enum class DataType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
+// Leading batch dims that a GPU kernel can index an operand by.
+constexpr int kMaxBatchDims = 4;
+
 // An optional operand that may be broadcast over any dim; strides are 0 where it is.
 struct BroadcastArray {
-  const void* data;             // nullptr when the operand is absent
-  const int64_t* batch_offset;  // [B] offset of each batch entry
+  const void* data;                     // nullptr when the operand is absent
+  const int64_t* batch_offset;          // [B] offset of each batch entry; host memory
+  int64_t batch_stride[kMaxBatchDims];  // of AttentionParams::batch_dims; GPU kernels
   int64_t head_stride;
   int64_t row_stride;
   int64_t column_stride;
@@ -38,9 +42,21 @@ struct Sequence {
   int64_t first_kv_task;     // the same, owned tile = keys
 };
 
+// The operands that define the sequences of a batch. Absent lengths mean the full T and S; absent
+// offsets mean that nothing is packed.
+struct SequenceInputs {
+  BroadcastArray query_lengths;  // [B] int32
+  BroadcastArray kv_lengths;     // [B] int32
+  BroadcastArray query_offsets;  // [B, num_sequences + 1] int32
+  BroadcastArray kv_offsets;     // [B, num_sequences + 1] int32
+  int64_t num_sequences;         // per batch entry, packed only
+  bool is_bottom_right;  // align the last row with the last key, not the first with the first
+};
+
 struct AttentionParams {
   int64_t B, T, S, N, K, H, Hv;
-  int64_t group_size;  // N / K; query head n reads KV head n / group_size
+  int64_t batch_dims[kMaxBatchDims];  // their product is B; leading 1s where there are fewer
+  int64_t group_size;                 // N / K; query head n reads KV head n / group_size
 
   const void* q;  // [B, T, N, H]
   const void* k;  // [B, S, K, H]
@@ -65,6 +81,7 @@ struct AttentionParams {
   int32_t dropout_threshold;     // an element is dropped when its 16 bits are below; 0 = no dropout
   float dropout_scale;           // factor on the elements that are kept
 
+  // The task table of the CPU kernels.
   const Sequence* sequences;  // [num_sequences], sorted by first_query_task and by first_kv_task
   int64_t num_sequences;
   int64_t panels_per_task;  // owned panels of 64 rows that share one load of the streamed tiles

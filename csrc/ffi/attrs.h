@@ -18,6 +18,7 @@ struct AttentionAttrs {
   float dropout_scale;
   int64_t mask_block_q;  // 0 = no block mask
   int64_t mask_block_kv;
+  bool is_deterministic;  // bitwise repeatable gradients; the CPU's always are
 };
 
 }  // namespace jaxflash::ffi
@@ -31,4 +32,5 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxflash::ffi::AttentionAttrs,
                                       xla::ffi::StructMember<int32_t>("dropout_threshold"),
                                       xla::ffi::StructMember<float>("dropout_scale"),
                                       xla::ffi::StructMember<int64_t>("mask_block_q"),
-                                      xla::ffi::StructMember<int64_t>("mask_block_kv"));
+                                      xla::ffi::StructMember<int64_t>("mask_block_kv"),
+                                      xla::ffi::StructMember<bool>("is_deterministic"));

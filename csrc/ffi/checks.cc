@@ -91,6 +91,10 @@ void OperandReader::read_sizes(const CommonOperands& operands, AttentionParams* 
           "q, k, v must have one dtype, got " + seen);
   if (failed()) return;
   params->B = product(batch_dims_);
+  std::fill_n(params->batch_dims, kMaxBatchDims, 1);
+  if (b <= kMaxBatchDims) {
+    std::copy(batch_dims_.begin(), batch_dims_.end(), params->batch_dims + kMaxBatchDims - b);
+  }
   params->T = q[b];
   params->N = q[b + 1];
   params->H = q[b + 2];
@@ -108,7 +112,7 @@ void OperandReader::read_sizes(const CommonOperands& operands, AttentionParams* 
 }
 
 void OperandReader::read_offsets(const CommonOperands& operands, const AttentionParams& params,
-                                 launch::SequenceInputs* inputs) {
+                                 SequenceInputs* inputs) {
   const auto dims = dims_of(operands.query_offsets);
   const int64_t points = dims.empty() ? 0 : dims.back();
   inputs->query_offsets =
@@ -128,7 +132,7 @@ void OperandReader::read_offsets(const CommonOperands& operands, const Attention
 }
 
 void OperandReader::read_common(const CommonOperands& operands, const AttentionAttrs& attrs,
-                                AttentionParams* params, launch::SequenceInputs* inputs) {
+                                AttentionParams* params, SequenceInputs* inputs) {
   read_sizes(operands, params);
   if (failed()) return;
   const int64_t T = params->T, S = params->S, N = params->N;
@@ -206,6 +210,10 @@ BroadcastArray OperandReader::read(const char* name, Buffer buffer,
   array.dtype = data_type(buffer.element_type());
   array.batch_offset =
       tables_.add(offsets_of(batch_dims_, {dims.begin(), dims.begin() + b}, stride));
+  for (size_t i = b; b <= kMaxBatchDims && i-- > 0;) {
+    array.batch_stride[kMaxBatchDims - b + i] = dims[i] == 1 ? 0 : stride;
+    stride *= dims[i];
+  }
   if (strides.size() == 1) array.head_stride = strides[0];
   if (strides.size() == 3) {
     array.head_stride = strides[0];

@@ -28,7 +28,7 @@ class OperandReader {
  public:
   // Fills params and inputs; afterwards the other reads are relative to q's dims.
   void read_common(const CommonOperands& operands, const AttentionAttrs& attrs,
-                   AttentionParams* params, launch::SequenceInputs* inputs);
+                   AttentionParams* params, SequenceInputs* inputs);
 
   // An optional operand of shape [*batch, *trailing], each batch dim q's or 1. The trailing dims
   // may be 1 too if is_broadcastable. No elements = absent.
@@ -45,6 +45,7 @@ class OperandReader {
   BiasGradient read_bias_gradient(Buffer dbias, Buffer bias, const AttentionParams& params);
 
   void require(bool is_met, const std::string& message);
+  size_t num_batch_dims() const { return batch_dims_.size(); }
   bool failed() const { return !error_.empty(); }
   xla::ffi::Error error() const;
   launch::OffsetTables take_tables() { return std::move(tables_); }
@@ -52,7 +53,7 @@ class OperandReader {
  private:
   void read_sizes(const CommonOperands& operands, AttentionParams* params);
   void read_offsets(const CommonOperands& operands, const AttentionParams& params,
-                    launch::SequenceInputs* inputs);
+                    SequenceInputs* inputs);
 
   std::vector<int64_t> batch_dims_;
   launch::OffsetTables tables_;

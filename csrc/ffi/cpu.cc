@@ -50,7 +50,7 @@ xla::ffi::Future cpu_forward(xla::ffi::ThreadPool pool, Buffer q, Buffer k, Buff
                              Result lse_low, Result workspace, AttentionAttrs attrs) {
   OperandReader reader;
   ForwardParams params = {};
-  launch::SequenceInputs inputs = {};
+  SequenceInputs inputs = {};
   AttentionParams& attention = params.attention;
   reader.read_common({q, k, v, bias, mask, block_mask, query_lengths, kv_lengths, query_segment_ids,
                       kv_segment_ids, query_offsets, kv_offsets, dropout_batch, dropout_heads},
@@ -77,7 +77,7 @@ xla::ffi::Future cpu_backward(xla::ffi::ThreadPool pool, Buffer q, Buffer k, Buf
                               Result dbias, Result delta, Result workspace, AttentionAttrs attrs) {
   OperandReader reader;
   BackwardParams params = {};
-  launch::SequenceInputs inputs = {};
+  SequenceInputs inputs = {};
   AttentionParams& attention = params.attention;
   reader.read_common({q, k, v, bias, mask, block_mask, query_lengths, kv_lengths, query_segment_ids,
                       kv_segment_ids, query_offsets, kv_offsets, dropout_batch, dropout_heads},

@@ -23,17 +23,6 @@ class OffsetTables {
   std::vector<std::vector<int64_t>> tables_;
 };
 
-// The operands that define the sequences of a batch. Absent lengths mean the full T and S; absent
-// offsets mean that nothing is packed.
-struct SequenceInputs {
-  BroadcastArray query_lengths;  // [B] int32
-  BroadcastArray kv_lengths;     // [B] int32
-  BroadcastArray query_offsets;  // [B, num_sequences + 1] int32
-  BroadcastArray kv_offsets;     // [B, num_sequences + 1] int32
-  int64_t num_sequences;         // per batch entry, packed only
-  bool is_bottom_right;  // align the last row with the last key, not the first with the first
-};
-
 // Scratch shared out among workers; rows of the workspace result.
 struct Workspace {
   float* data;  // [num_slots, slot_floats]

@@ -1,0 +1,233 @@
+// What one head's queries see: window, lengths, segment ids, block mask, boolean mask and bias.
+//
+// Rows and columns are counted inside the sequence. Two levels: per tile, classify() tells hidden
+// from partial from full tiles, and every warp of a CTA computes the same answer from the same
+// inputs. Per element, is_visible() and adjust_logit() are asked only on partial tiles.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cfloat>
+#include <cstdint>
+
+#include "device/sequence.cuh"
+
+namespace jaxflash::device {
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLn2Low = -1.9046542e-9f;  // ln 2 - kLn2
+// Positions stay below this (the host checks T and S), so that row + window_high fits 32 bits.
+constexpr int kFar = 1 << 30;
+
+// Queries [row_begin, row_end) x keys [column_begin, column_end).
+struct Box {
+  int row_begin, row_end, column_begin, column_end;
+};
+
+// One broadcastable [T, S] plane; data is nullptr when the operand is absent.
+struct Plane {
+  const void* data;
+  int64_t row_stride, column_stride;
+  DataType dtype;  // bias only
+};
+
+// The part that every call has: row t of query_len sees keys t + window_low .. t + window_high of
+// kv_len.
+struct Window {
+  int query_len, kv_len;
+  int window_low, window_high;
+};
+
+// The rest; absent operands are nullptr.
+struct Visibility : Window {
+  Plane bias, mask, block_mask;
+  int mask_block_q, mask_block_kv;
+  const int32_t* query_ids;  // [T] of the sequence's batch entry, nullptr = no segments
+  const int32_t* kv_ids;     // [S]
+};
+
+__device__ __forceinline__ int bound_position(int64_t value) {
+  return static_cast<int>(value < -kFar ? -kFar : value > kFar ? kFar : value);
+}
+
+__device__ __forceinline__ Window make_window(const AttentionParams& params,
+                                              const SequenceTile& place) {
+  const int64_t offset = place.diagonal_offset;
+  Window see;
+  see.query_len = place.query_len;
+  see.kv_len = place.kv_len;
+  see.window_low = params.window_left < 0 ? -kFar : bound_position(offset - params.window_left);
+  see.window_high = params.window_right < 0 ? kFar : bound_position(offset + params.window_right);
+  return see;
+}
+
+template <class T>
+__device__ __forceinline__ Plane head_plane(const BroadcastArray& array,
+                                            const AttentionParams& params, int batch, int head) {
+  const T* data = batch_data<T>(array, params, batch);
+  if (data != nullptr) data += head * array.head_stride;
+  return {data, array.row_stride, array.column_stride, array.dtype};
+}
+
+__device__ __forceinline__ Visibility make_visibility(const AttentionParams& params,
+                                                      const SequenceTile& place, int head) {
+  Visibility see;
+  static_cast<Window&>(see) = make_window(params, place);
+  see.bias = params.bias.dtype == DataType::kFloat32
+                 ? head_plane<float>(params.bias, params, place.batch, head)
+                 : head_plane<uint16_t>(params.bias, params, place.batch, head);
+  see.mask = head_plane<uint8_t>(params.mask, params, place.batch, head);
+  see.block_mask = head_plane<uint8_t>(params.block_mask, params, place.batch, head);
+  see.mask_block_q = static_cast<int>(params.mask_block_q);
+  see.mask_block_kv = static_cast<int>(params.mask_block_kv);
+  see.query_ids = batch_data<int32_t>(params.query_segment_ids, params, place.batch);
+  see.kv_ids = batch_data<int32_t>(params.kv_segment_ids, params, place.batch);
+  return see;
+}
+
+// --- Tiles ------------------------------------------------------------------------------------
+
+enum class Tile { kHidden, kPartial, kFull };
+
+// The keys [begin, end) that the window lets rows [row_begin, row_end) meet.
+__device__ __forceinline__ void kv_range(const Window& see, int row_begin, int row_end, int* begin,
+                                         int* end) {
+  *begin = clamp(row_begin + see.window_low, 0, see.kv_len);
+  *end = clamp(min(row_end, see.query_len) + see.window_high, 0, see.kv_len);
+  if (row_begin >= see.query_len) *end = *begin;
+}
+
+// The rows [begin, end) that the window lets meet keys [column_begin, column_end).
+__device__ __forceinline__ void query_range(const Window& see, int column_begin, int column_end,
+                                            int* begin, int* end) {
+  *begin = clamp(column_begin - see.window_high, 0, see.query_len);
+  *end = clamp(min(column_end, see.kv_len) - see.window_low, 0, see.query_len);
+  if (column_begin >= see.kv_len) *end = *begin;
+}
+
+// Whether every key of the box is inside the lengths and the window of every row. Rows from
+// query_len on do not count where the caller discards them (kSkipsRows).
+template <bool kSkipsRows>
+__device__ __forceinline__ bool is_inside_window(const Window& see, const Box& box) {
+  const int row_end = kSkipsRows ? min(box.row_end, see.query_len) : box.row_end;
+  return box.column_end <= see.kv_len && row_end <= see.query_len &&
+         box.column_end - 1 <= box.row_begin + see.window_high &&
+         box.column_begin >= row_end - 1 + see.window_low;
+}
+
+// Smallest and largest id of [begin, end); all 32 lanes call it and get the same.
+struct IdRange {
+  int32_t low, high;
+};
+__device__ __forceinline__ IdRange id_range(const int32_t* ids, int begin, int end, int lane_idx) {
+  int32_t low = INT32_MAX, high = INT32_MIN;
+  for (int i = begin + lane_idx; i < end; i += 32) {
+    low = min(low, ids[i]);
+    high = max(high, ids[i]);
+  }
+  return {__reduce_min_sync(0xFFFFFFFF, low), __reduce_max_sync(0xFFFFFFFF, high)};
+}
+
+__device__ __forceinline__ bool block_is_kept(const Visibility& see, int block_row,
+                                              int block_column) {
+  return static_cast<const uint8_t*>(
+             see.block_mask.data)[block_row * see.block_mask.row_stride +
+                                  block_column * see.block_mask.column_stride] != 0;
+}
+
+__device__ __forceinline__ Tile classify_blocks(const Visibility& see, const Box& box,
+                                                int lane_idx) {
+  const int first_row = box.row_begin / see.mask_block_q;
+  const int first_column = box.column_begin / see.mask_block_kv;
+  const int rows = (box.row_end - 1) / see.mask_block_q - first_row + 1;
+  const int columns = (box.column_end - 1) / see.mask_block_kv - first_column + 1;
+  bool any = false, all = true;
+  for (int i = lane_idx; i < rows * columns; i += 32) {
+    const bool is_kept = block_is_kept(see, first_row + i / columns, first_column + i % columns);
+    any |= is_kept;
+    all &= is_kept;
+  }
+  if (__all_sync(0xFFFFFFFF, all)) return Tile::kFull;
+  return __any_sync(0xFFFFFFFF, any) ? Tile::kPartial : Tile::kHidden;
+}
+
+// Whether anything in the box is visible and whether everything is. All 32 lanes call it; the
+// answer depends on the box alone, so every warp of a CTA may decide for itself.
+__device__ __forceinline__ Tile classify(const Visibility& see, Box box, int lane_idx) {
+  const bool is_inside = is_inside_window<false>(see, box);
+  box.row_end = min(box.row_end, see.query_len);
+  box.column_end = min(box.column_end, see.kv_len);
+  if (box.row_begin >= box.row_end || box.column_begin >= box.column_end) return Tile::kHidden;
+  if (box.column_end - 1 < box.row_begin + see.window_low) return Tile::kHidden;
+  if (box.column_begin > box.row_end - 1 + see.window_high) return Tile::kHidden;
+  bool is_full = is_inside && see.bias.data == nullptr && see.mask.data == nullptr;
+  if (see.query_ids != nullptr) {
+    const IdRange query = id_range(see.query_ids, box.row_begin, box.row_end, lane_idx);
+    const IdRange kv = id_range(see.kv_ids, box.column_begin, box.column_end, lane_idx);
+    if (query.high < 0 || kv.high < 0 || query.high < kv.low || kv.high < query.low)
+      return Tile::kHidden;
+    is_full &= query.low == query.high && kv.low == kv.high && query.low == kv.low;
+  }
+  if (see.block_mask.data != nullptr) {
+    const Tile blocks = classify_blocks(see, box, lane_idx);
+    if (blocks == Tile::kHidden) return Tile::kHidden;
+    is_full &= blocks == Tile::kFull;
+  }
+  return is_full ? Tile::kFull : Tile::kPartial;
+}
+
+// --- Elements ---------------------------------------------------------------------------------
+
+// Lengths and window.
+__device__ __forceinline__ bool is_in_window(const Window& see, int row, int column) {
+  return row < see.query_len && column < see.kv_len && column >= row + see.window_low &&
+         column <= row + see.window_high;
+}
+
+// Everything but the bias. Reads nothing outside the lengths.
+__device__ __forceinline__ bool is_visible(const Visibility& see, int row, int column) {
+  if (!is_in_window(see, row, column)) return false;
+  if (see.query_ids != nullptr) {
+    const int32_t id = see.query_ids[row];
+    if (id < 0 || id != see.kv_ids[column]) return false;
+  }
+  if (see.block_mask.data != nullptr &&
+      !block_is_kept(see, row / see.mask_block_q, column / see.mask_block_kv))
+    return false;
+  return see.mask.data == nullptr ||
+         static_cast<const uint8_t*>(
+             see.mask.data)[row * see.mask.row_stride + column * see.mask.column_stride] != 0;
+}
+
+__device__ __forceinline__ float read_float(const void* data, DataType dtype, int64_t index) {
+  if (dtype == DataType::kFloat32) return static_cast<const float*>(data)[index];
+  if (dtype == DataType::kBFloat16)
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
+  return __half2float(static_cast<const __half*>(data)[index]);
+}
+
+// The final logit of a pair in natural units: x plus bias, -inf where hidden. A bias of -inf hides,
+// and a finite sum never becomes -inf, so that a row of the most negative finite bias gives the
+// mean of v and not NaN.
+__device__ __forceinline__ float adjust_logit(const Visibility& see, int row, int column, float x) {
+  if (!is_visible(see, row, column)) return -kInfinity;
+  if (see.bias.data == nullptr) return x;
+  const float bias = read_float(see.bias.data, see.bias.dtype,
+                                row * see.bias.row_stride + column * see.bias.column_stride);
+  if (bias == -kInfinity) return -kInfinity;
+  const float sum = x + bias;
+  return sum < -FLT_MAX ? -FLT_MAX : sum;
+}
+
+// Whether a key may be read at all: padding, NaN included, is loaded as zeros.
+__device__ __forceinline__ bool is_key_valid(const Visibility& see, int column) {
+  return column < see.kv_len && (see.kv_ids == nullptr || see.kv_ids[column] >= 0);
+}
+__device__ __forceinline__ bool is_query_valid(const Visibility& see, int row) {
+  return row < see.query_len && (see.query_ids == nullptr || see.query_ids[row] >= 0);
+}
+
+}  // namespace jaxflash::device

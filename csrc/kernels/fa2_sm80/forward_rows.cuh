@@ -1,0 +1,273 @@
+// The query rows of one warp in the FlashAttention-2 forward: their running maximum, denominator
+// and unnormalised output, the online softmax on them, and the results.
+//
+// A lane holds 2 * kTilesM rows (ownership: ptx/mma.cuh) and a quarter of each; r / 2 is the 16-row
+// fragment and r % 2 its half. The maximum is a reference, not exact: it moves only when a logit
+// exceeds it by more than kRescaleThreshold, so that P stays below 2^8 and O is rarely rescaled.
+#pragma once
+
+#include "device/dropout.cuh"
+#include "device/visibility.cuh"
+#include "kernels/fa2_sm80/config.h"
+#include "kernels/fa2_sm80/load.cuh"
+#include "mma/fragment.cuh"
+#include "ptx/math.cuh"
+
+namespace jaxflash::fa2_sm80 {
+
+using device::kInfinity;
+
+constexpr unsigned kAllLanes = 0xFFFFFFFF;
+
+template <class Config>
+class WarpRows {
+ protected:
+  using Element = typename Config::Element;
+  using Storage = typename Config::SharedStorage;
+  using Scores =
+      mma::Accumulator<Config::kTilesM, Config::kScoreTiles>;  // of one part of a K/V tile
+  static constexpr int kTilesM = Config::kTilesM;
+  static constexpr int kHeadDim = Config::kHeadDim;
+  // Logits are in log2 units in the plain instance and natural in the general one, where the most
+  // negative finite bias must survive.
+  static constexpr float kRescaleThreshold = Config::kIsGeneral ? 5.5f : 8.0f;
+
+  __device__ __forceinline__ WarpRows(const ForwardParams& params, Storage* shared)
+      : params_(params),
+        shared_(*shared),
+        lane_idx_(threadIdx.x % 32),
+        warp_row_(threadIdx.x / 32 * Config::kWarpRows) {}
+
+  __device__ __forceinline__ void clear() {
+    output_.clear();
+#pragma unroll
+    for (int r = 0; r < 2 * kTilesM; ++r) {
+      row_max_[r] = -kInfinity;
+      row_sum_[r] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ static Rows<Element> rows_of(const void* data, int64_t row,
+                                                          int64_t num_heads, int64_t head,
+                                                          int64_t features) {
+    return {static_cast<const Element*>(data) + (row * num_heads + head) * features,
+            num_heads * features, static_cast<int>(features)};
+  }
+
+  // Row inside the sequence of this lane's rows: r / 2 is the 16-row fragment, r % 2 its half.
+  __device__ __forceinline__ int row_of(int r) const {
+    return shared_.place.row_begin + warp_row_ + r / 2 * 16 + r % 2 * 8 + lane_idx_ / 4;
+  }
+
+  __device__ __forceinline__ float scale_log2() const {
+    return params_.attention.softmax_scale * device::kLog2E;
+  }
+  __device__ __forceinline__ bool has_dropout() const {
+    return params_.attention.dropout_threshold > 0;
+  }
+  __device__ __forceinline__ bool is_aligned() const {
+    return params_.attention.H % mma::kChunk == 0 && params_.attention.Hv % mma::kChunk == 0;
+  }
+
+  // Raises the reference of the rows where P would otherwise exceed 2^8. `pending` holds
+  // probabilities relative to the old reference that the output does not include yet.
+  __device__ __forceinline__ void update_row_max(const Scores& scores, Scores* pending) {
+    const float to_units = Config::kIsGeneral ? 1.0f : scale_log2();
+    float lane_max[2 * kTilesM];
+    bool has_grown = false;
+#pragma unroll
+    for (int r = 0; r < 2 * kTilesM; ++r) {
+      lane_max[r] = -kInfinity;
+#pragma unroll
+      for (int j = 0; j < Config::kScoreTiles; ++j) {
+        const float* pair = &scores.values[r / 2][j][r % 2 * 2];
+        lane_max[r] = fmaxf(lane_max[r], fmaxf(pair[0], pair[1]));
+      }
+      lane_max[r] *= to_units;
+      has_grown |= lane_max[r] > row_max_[r] + kRescaleThreshold;
+    }
+    if (__any_sync(kAllLanes, has_grown)) raise_row_max(lane_max, pending);
+  }
+
+  // Moves every row's reference to its true maximum so far; the four lanes of a quad share a row.
+  __device__ __forceinline__ void raise_row_max(const float (&lane_max)[2 * kTilesM],
+                                                Scores* pending) {
+    const float to_log2 = Config::kIsGeneral ? device::kLog2E : 1.0f;
+#pragma unroll
+    for (int r = 0; r < 2 * kTilesM; ++r) {
+      float top = fmaxf(lane_max[r], row_max_[r]);
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+      const float rescale =
+          top == -kInfinity ? 1.0f : ptx::exp2_approx((row_max_[r] - top) * to_log2);
+      row_max_[r] = top;
+      row_sum_[r] *= rescale;
+#pragma unroll
+      for (int j = 0; j < Config::kOutputTiles; ++j) {
+        output_.values[r / 2][j][r % 2 * 2] *= rescale;
+        output_.values[r / 2][j][r % 2 * 2 + 1] *= rescale;
+      }
+#pragma unroll
+      for (int j = 0; pending != nullptr && j < Config::kScoreTiles; ++j) {
+        pending->values[r / 2][j][r % 2 * 2] *= rescale;
+        pending->values[r / 2][j][r % 2 * 2 + 1] *= rescale;
+      }
+    }
+  }
+
+  // Turns part `part` of kParts of the scores into unnormalised probabilities.
+  template <int kParts>
+  __device__ __forceinline__ void exponentiate_part(int part, Scores* scores) {
+    constexpr int kFragments = kTilesM * Config::kScoreTiles;
+#pragma unroll
+    for (int f = part * kFragments / kParts; f < (part + 1) * kFragments / kParts; ++f) {
+      exponentiate(f % kTilesM, f / kTilesM, scores);
+    }
+  }
+
+  __device__ __forceinline__ void exponentiate(int i, int j, Scores* scores) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = 2 * i + half;
+      // A row that has seen no key yet keeps -inf; 0 stands in so that exp2 sees no NaN.
+      const float reference = row_max_[r] == -kInfinity ? 0.0f : row_max_[r];
+      float* pair = &scores->values[i][j][2 * half];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float exponent = Config::kIsGeneral ? (pair[e] - reference) * device::kLog2E
+                                                  : fmaf(pair[e], scale_log2(), -reference);
+        pair[e] = ptx::exp2_approx(exponent);
+      }
+      row_sum_[r] += pair[0] + pair[1];
+    }
+  }
+
+  // Zeroes the dropped probabilities of keys first_key..; the row sum stays free of dropout.
+  __device__ __forceinline__ void drop(int first_key, Scores* scores) const {
+    if (!Config::kIsGeneral || !has_dropout()) return;
+    if constexpr (Config::kIsGeneral) {
+      constexpr int kTiles = Config::kScoreTiles < 4 ? Config::kScoreTiles : 4;  // of one draw
+#pragma unroll
+      for (int r = 0; r < 2 * kTilesM; ++r) {
+#pragma unroll
+        for (int j = 0; j < Config::kScoreTiles; j += kTiles) {
+          uint32_t words[4];
+          device::draw_words(shared_.dropout, row_of(r), first_key + 8 * j, lane_idx_, words);
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            float* pair = &scores->values[r / 2][j + n][r % 2 * 2];
+            if (!device::is_kept(shared_.dropout, words[n], 0)) pair[0] = 0.0f;
+            if (!device::is_kept(shared_.dropout, words[n], 1)) pair[1] = 0.0f;
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool is_row_valid(int row) const {
+    if constexpr (Config::kIsGeneral) return device::is_query_valid(shared_.see, row);
+    return row < shared_.see.query_len;
+  }
+
+  // Writes lse of row r and returns the factor on its output, 0 for a row that sees no key. lse_low
+  // is what float32 lse could not hold.
+  __device__ __forceinline__ float finish_row(int r, float sink) {
+    const int row = row_of(r);
+    float total = row_sum_[r];
+    total += __shfl_xor_sync(kAllLanes, total, 1);
+    total += __shfl_xor_sync(kAllLanes, total, 2);
+    float factor = 0.0f, lse = -kInfinity, lse_low = 0.0f;
+    const bool sees_keys = row_max_[r] != -kInfinity;
+    if (is_row_valid(row) && (sees_keys || sink != -kInfinity)) {
+      const float unit = Config::kIsGeneral ? 1.0f : device::kLn2;
+      float top = row_max_[r] * unit;
+      float top_low = sees_keys && !Config::kIsGeneral
+                          ? fmaf(row_max_[r], device::kLn2, -top) + row_max_[r] * device::kLn2Low
+                          : 0.0f;
+      float share = 1.0f;
+      if (sink != -kInfinity) {
+        const bool is_sink_larger = !sees_keys || sink > top;
+        share = !sees_keys ? 0.0f : is_sink_larger ? expf(top - sink + top_low) : 1.0f;
+        const float sink_share = is_sink_larger ? 1.0f : expf(sink - top - top_low);
+        total = (sees_keys ? total * share : 0.0f) + sink_share;
+        if (is_sink_larger) {
+          top = sink;
+          top_low = 0.0f;
+        }
+      }
+      const float log_sum = logf(total);
+      lse = top + log_sum;
+      lse_low = (log_sum - (lse - top)) + top_low;
+      factor = share / total;
+      if constexpr (Config::kIsGeneral) {
+        if (has_dropout()) factor *= shared_.dropout.scale;
+      }
+    }
+    if (lane_idx_ % 4 == 0 && row < shared_.place.query_rows) {
+      const AttentionParams& attention = params_.attention;
+      const int64_t index =
+          (shared_.place.batch * attention.T + shared_.place.query_begin + row) * attention.N +
+          shared_.head;
+      params_.lse[index] = lse;
+      params_.lse_low[index] = lse_low;
+    }
+    return factor;
+  }
+
+  // Each warp normalises its rows, stages them in its own part of sQ and writes them out.
+  __device__ __forceinline__ void store_output() {
+    const float* sinks =
+        device::batch_data<float>(params_.sinks, params_.attention, shared_.place.batch);
+    const float sink =
+        sinks == nullptr ? -kInfinity : sinks[shared_.head * params_.sinks.head_stride];
+    // The other lanes of this warp may still read its rows of sQ.
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 2 * kTilesM; ++r) {
+      const float factor = finish_row(r, sink);
+      const int row = warp_row_ + r / 2 * 16 + r % 2 * 8 + lane_idx_ / 4;
+#pragma unroll
+      for (int j = 0; j < Config::kOutputTiles; ++j) {
+        const float* pair = &output_.values[r / 2][j][r % 2 * 2];
+        const bool is_zero = factor == 0.0f;  // whatever the accumulator holds
+        const uint32_t packed = ptx::pack<Element>(is_zero ? 0.0f : pair[0] * factor,
+                                                   is_zero ? 0.0f : pair[1] * factor);
+        *reinterpret_cast<uint32_t*>(&shared_.q.at(row, 8 * j + lane_idx_ % 4 * 2)) = packed;
+      }
+    }
+    // The warp's rows of sQ hold its output.
+    __syncwarp();
+    const AttentionParams& attention = params_.attention;
+    const int64_t first_row = shared_.place.batch * attention.T + shared_.place.query_begin;
+    const Rows<Element> out =
+        rows_of(params_.out, first_row, attention.N, shared_.head, attention.Hv);
+    store_rows(out);
+  }
+
+  __device__ __forceinline__ void store_rows(const Rows<Element>& out) {
+    constexpr int kRowChunks = kHeadDim / mma::kChunk;
+    uint16_t* data = reinterpret_cast<uint16_t*>(const_cast<Element*>(out.data));
+    for (int i = lane_idx_; i < Config::kWarpRows * kRowChunks; i += 32) {
+      const int shared_row = warp_row_ + i / kRowChunks, chunk = i % kRowChunks;
+      const int row = shared_.place.row_begin + shared_row;
+      if (row >= shared_.place.query_rows || chunk * mma::kChunk >= out.features) continue;
+      uint16_t* destination = data + row * out.row_stride + chunk * mma::kChunk;
+      const uint16_t* source = shared_.q.chunk_at(shared_row, chunk);
+      if (!Config::kIsGeneral || is_aligned()) {
+        *reinterpret_cast<uint4*>(destination) = *reinterpret_cast<const uint4*>(source);
+      } else {
+        const int width = min(mma::kChunk, out.features - chunk * mma::kChunk);
+        for (int element = 0; element < width; ++element) destination[element] = source[element];
+      }
+    }
+  }
+
+  const ForwardParams& params_;
+  Storage& shared_;
+  const int lane_idx_, warp_row_;
+  mma::Accumulator<kTilesM, Config::kOutputTiles> output_;  // unnormalised
+  float row_max_[2 * kTilesM];  // reference of each of this lane's rows, the same in its quad
+  float row_sum_[2 * kTilesM];  // this lane's share
+};
+
+}  // namespace jaxflash::fa2_sm80
