@@ -275,7 +275,8 @@ def _problem(*args, deterministic=False, **kwargs):
     deterministic = _validate.check_flag("deterministic", deterministic)
     spec, operands = _validate.canonicalize(*args, **kwargs)
     platform = _device.platform_of(operands.query, operands.key, operands.value)
-    return spec, operands, Problem.of(spec, operands, platform, deterministic)
+    capability = _device.compute_capability_of(platform)
+    return spec, operands, Problem.of(spec, operands, platform, deterministic, capability)
 
 
 def _check_implementation(implementation):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 
@@ -10,7 +11,11 @@ from jaxflash._backends import ffi, reference
 from jaxflash._types import Implementation, KernelConfig, Problem
 
 # Fastest first: `implementation=None` takes the first that supports the problem.
-_IMPLEMENTATIONS = {"cpu": ffi.supports, "reference": reference.supports}
+_IMPLEMENTATIONS = {
+    "fa2": functools.partial(ffi.supports, "fa2"),
+    "cpu": functools.partial(ffi.supports, "cpu"),
+    "reference": reference.supports,
+}
 
 
 @dataclasses.dataclass(frozen=True)

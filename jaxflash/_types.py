@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-Implementation = Literal["cpu", "reference"]
+Implementation = Literal["fa2", "cpu", "reference"]
 CausalAlignment = Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
 
@@ -147,9 +147,17 @@ class Problem:
     dtypes: tuple[tuple[str, np.dtype], ...]
     platform: str
     deterministic: bool = False
+    compute_capability: tuple[int, int] | None = None  # of an NVIDIA GPU
 
     @classmethod
-    def of(cls, spec: AttentionSpec, operands: Operands, platform: str, deterministic: bool) -> Problem:
+    def of(
+        cls,
+        spec: AttentionSpec,
+        operands: Operands,
+        platform: str,
+        deterministic: bool,
+        compute_capability: tuple[int, int] | None = None,
+    ) -> Problem:
         given = [(name, x) for name, x in operands._asdict().items() if x is not None]
         return cls(
             spec,
@@ -157,6 +165,7 @@ class Problem:
             tuple((name, np.dtype(x.dtype)) for name, x in given),
             platform,
             deterministic,
+            compute_capability,
         )
 
     def dtype(self, name: str) -> np.dtype | None:

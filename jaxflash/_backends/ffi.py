@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import os
 import re
 from pathlib import Path
@@ -19,7 +21,33 @@ except ImportError as error:
     _C = None
     _IMPORT_ERROR = str(error)
 
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """What one implementation of the library can run; None = no limit."""
+
+    platform: str
+    dtypes: tuple
+    compute_capability: tuple[int, int] | None = None
+    head_dim: int | None = None
+    batch_dims: int | None = None
+    length: int | None = None
+    unordered: tuple[str, ...] = ()  # operands whose gradients it sums in no fixed order
+
+
+_KERNELS = {
+    "fa2": _Kernels(
+        platform="gpu",
+        dtypes=(jnp.bfloat16, jnp.float16),
+        compute_capability=(8, 0),
+        head_dim=256,
+        batch_dims=4,
+        length=2**30 - 1,
+        unordered=("bias",),
+    ),
+    "cpu": _Kernels(platform="cpu", dtypes=(jnp.float32, jnp.bfloat16, jnp.float16)),
+}
+_BIAS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _FORWARD_OPERANDS = Operands._fields
 _BACKWARD_OPERANDS = tuple(name for name in Operands._fields if name != "sinks") + BACKWARD_ONLY
 _EMPTY_DTYPES = {  # dtype of the zero-element array that stands for an operand that was not given
@@ -33,18 +61,55 @@ _EMPTY_DTYPES = {  # dtype of the zero-element array that stands for an operand 
 }
 
 
-def supports(problem: Problem) -> str | None:
-    """Why the CPU kernel cannot run this problem, or None if it can."""
-    missing = library_problem()
+def supports(implementation: str, problem: Problem) -> str | None:
+    """Why this implementation's kernels cannot run the problem, or None if they can."""
+    missing = library_problem() or _build_problem(implementation)
     if missing is not None:
         return missing
-    if problem.platform != "cpu":
-        return f"runs on CPU devices, this call is on {problem.platform!r}"
-    for name in ("query", "bias"):
+    kernels = _KERNELS[implementation]
+    if problem.platform != kernels.platform:
+        return f"runs on {kernels.platform.upper()} devices, this call is on {problem.platform!r}"
+    if kernels.compute_capability is not None and (problem.compute_capability or (0, 0)) < kernels.compute_capability:
+        return f"needs compute capability {_dotted(kernels.compute_capability)}, {_device_text(problem)}"
+    for name, dtypes in (("query", kernels.dtypes), ("bias", _BIAS_DTYPES)):
         dtype = problem.dtype(name)
-        if dtype is not None and dtype not in _DTYPES:
-            return f"takes float32, bfloat16 and float16, {name} is {dtype}"
+        if dtype is not None and dtype not in dtypes:
+            return f"takes {' and '.join(np.dtype(d).name for d in dtypes)}, {name} is {dtype}"
+    shapes = dict(problem.shapes)
+    for name in kernels.unordered:
+        if problem.deterministic and name in shapes:
+            return f"sums the gradient of {name} in no fixed order, this call asks for deterministic=True"
+    return _shape_problem(kernels, shapes)
+
+
+def _shape_problem(kernels: _Kernels, shapes: dict[str, tuple[int, ...]]) -> str | None:
+    *batch, length, _, head_dim = shapes["query"]
+    kv_length, _, value_head_dim = shapes["value"][-3:]
+    for what, size, limit in (
+        ("head dims", max(head_dim, value_head_dim), kernels.head_dim),
+        ("lengths", max(length, kv_length), kernels.length),
+        ("batch dims", len(batch), kernels.batch_dims),
+    ):
+        if limit is not None and size > limit:
+            return f"takes {what} up to {limit}, this call has {size}"
     return None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _device_text(problem: Problem) -> str:
+    found = problem.compute_capability
+    return "this device has none" if found is None else f"this device is {_dotted(found)}"
+
+
+@functools.cache
+def _build_problem(implementation: str) -> str | None:
+    """Why the library was built without this implementation, or None."""
+    if f"jaxflash_{implementation}_forward_v1" in _C.registrations():
+        return None
+    return f"{_C.build_info()['cuda']}; reinstall jaxflash with the CUDA toolkit present"
 
 
 @functools.cache
@@ -75,8 +140,8 @@ def _installed_api_version() -> tuple[int, int] | None:
 
 # On import, so that a program exported earlier runs without calling anything here first.
 if library_problem() is None:
-    for _name, _capsule in _C.registrations().items():
-        jax.ffi.register_ffi_target(_name, _capsule, platform="cpu")
+    for _name, (_capsule, _platform) in _C.registrations().items():
+        jax.ffi.register_ffi_target(_name, _capsule, platform=_platform)
 
 
 def targets() -> tuple[str, ...]:
@@ -95,8 +160,9 @@ def run(call: KernelCall, *arrays) -> tuple[jax.Array, ...]:
     result_types.append(_workspace_type(call, operands))
     varying = _varying_axes(arrays)
     results = jax.ffi.ffi_call(
-        f"jaxflash_cpu_{call.direction}_v1", [_with_varying_axes(t, varying, arrays) for t in result_types]
-    )(*inputs, **attributes(call.spec))
+        f"jaxflash_{call.config.implementation}_{call.direction}_v1",
+        [_with_varying_axes(t, varying, arrays) for t in result_types],
+    )(*inputs, **attributes(call.spec, call.config.deterministic))
     named = dict(zip(result_names, results, strict=False))
     return tuple(named[name] for name in call.result_names)
 
@@ -105,7 +171,7 @@ def _absent(name: str) -> jax.Array:
     return jnp.zeros((0,), _EMPTY_DTYPES.get(name, np.int32))
 
 
-def attributes(spec: AttentionSpec) -> dict[str, object]:
+def attributes(spec: AttentionSpec, deterministic: bool = False) -> dict[str, object]:
     """The members of `AttentionAttrs` (csrc/ffi/attrs.h), each cast to the type that is decoded there."""
     left, right = (-1 if side is None else side for side in spec.window)
     block_q, block_kv = spec.mask_block or (0, 0)
@@ -119,6 +185,7 @@ def attributes(spec: AttentionSpec) -> dict[str, object]:
         "dropout_scale": np.float32(spec.dropout_scale),
         "mask_block_q": np.int64(block_q),
         "mask_block_kv": np.int64(block_kv),
+        "is_deterministic": deterministic,
     }
 
 
@@ -131,11 +198,39 @@ def _result_type(name: str, call: KernelCall, operands: Operands) -> jax.ShapeDt
 
 
 def _workspace_type(call: KernelCall, operands: Operands) -> jax.ShapeDtypeStruct:
-    """float32 [slots, floats a slot needs]: one slot for each thread that may run the kernel."""
-    head_dim, value_head_dim = operands.query.shape[-1], operands.value.shape[-1]
-    forward, backward = _C.cpu_workspace_floats(head_dim, value_head_dim)
-    floats = forward if call.direction == "forward" else backward
-    return jax.ShapeDtypeStruct((_num_slots(), floats), jnp.float32)
+    """Scratch, float32 [slots, floats of a slot]."""
+    sizes = _cpu_workspace if call.config.implementation == "cpu" else _fa2_workspace
+    return jax.ShapeDtypeStruct(sizes(call, operands), jnp.float32)
+
+
+def _cpu_workspace(call: KernelCall, operands: Operands) -> tuple[int, int]:
+    """One slot for each thread that may run the kernel."""
+    forward, backward = _C.cpu_workspace_floats(operands.query.shape[-1], operands.value.shape[-1])
+    return _num_slots(), forward if call.direction == "forward" else backward
+
+
+def _separate_dbias_elements(call: KernelCall, operands: Operands) -> int:
+    """Elements of a bias gradient that cannot be summed in its own array, for want of float32."""
+    if not call.bias_gradient or operands.bias.dtype == jnp.float32:
+        return 0
+    return operands.bias.size
+
+
+def _fa2_workspace(call: KernelCall, operands: Operands) -> tuple[int, int]:
+    if call.direction == "forward":
+        return 1, 0
+    *batch, length, heads, head_dim = operands.query.shape
+    floats = _C.fa2_backward_workspace_floats(
+        B=math.prod(batch),
+        T=length,
+        N=heads,
+        H=head_dim,
+        Hv=operands.value.shape[-1],
+        num_sequences=-1 if operands.query_offsets is None else operands.query_offsets.shape[-1] - 1,
+        dbias_elements=_separate_dbias_elements(call, operands),
+        is_deterministic=call.config.deterministic,
+    )
+    return 1, floats
 
 
 def _num_slots() -> int:
