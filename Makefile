@@ -49,7 +49,7 @@ benchmark: $(BUILT) $(call INSTALLED,benchmark)
 lint: $(call INSTALLED,dev)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	find csrc -name '*.cc' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 	$(VENV)/bin/lint-imports
 
 clean:

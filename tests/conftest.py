@@ -15,6 +15,18 @@ jax.config.update("jax_num_cpu_devices", 8)
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=None, help="number of fuzz configurations (default: CI's)")
     parser.addoption("--seed", type=int, default=0, help="first seed of the fuzz tests")
+    parser.addoption("--require-gpu", action="store_true", help="a test that needs a GPU fails without one")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: runs kernels on an NVIDIA GPU (set JAX_PLATFORMS=cuda,cpu)")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is None or jax.default_backend() == "gpu":
+        return
+    reason = f"needs an NVIDIA GPU, JAX runs on {jax.default_backend()!r} (JAX_PLATFORMS={os.environ['JAX_PLATFORMS']})"
+    (pytest.fail if item.config.getoption("--require-gpu") else pytest.skip)(reason)
 
 
 @pytest.fixture(params=["reference", "cpu"])

@@ -26,7 +26,8 @@ def qkv(dtype="float32", make=jnp.zeros):
 def test_the_kernel_is_first_choice(dtype):
     explanation = jaxflash.why(*qkv(dtype))
     assert explanation.chosen == "cpu"
-    assert explanation.reasons == {"cpu": None, "reference": None}
+    assert explanation.reasons["fa2"] is not None  # needs a GPU
+    assert explanation.reasons["cpu"] is explanation.reasons["reference"] is None
 
 
 def test_every_option_at_once_still_runs_on_the_kernel():
@@ -120,7 +121,7 @@ class TestNamedImplementation:
         assert ("jaxflash_cpu_forward_v1" in text) == is_called
 
     def test_unknown_name_lists_the_known(self):
-        with pytest.raises(ValueError, match="implementation must be one of 'cpu', 'reference', it was 'fa9'"):
+        with pytest.raises(ValueError, match="implementation must be one of 'fa2', 'cpu', 'reference', it was 'fa9'"):
             jaxflash.attention(*qkv(), implementation="fa9")
 
 
@@ -156,6 +157,7 @@ class TestWhy:
         monkeypatch.setattr(ffi, "library_problem", lambda: "the library is away")
         assert str(jaxflash.why(*qkv())).splitlines() == [
             "chosen: reference",
+            "  fa2: refuses: the library is away",
             "  cpu: refuses: the library is away",
             "  reference: can run this call",
         ]
@@ -192,4 +194,4 @@ class TestPlatform:
 
 
 def test_names_are_in_order_of_preference():
-    assert _dispatch.implementations() == ("cpu", "reference")
+    assert _dispatch.implementations() == ("fa2", "cpu", "reference")

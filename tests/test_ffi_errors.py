@@ -251,5 +251,5 @@ def test_operand_order_is_that_of_the_handlers():
 
 
 def test_targets_are_registered_under_versioned_names():
-    assert set(ffi.targets()) == {"jaxflash_cpu_forward_v1", "jaxflash_cpu_backward_v1"}
+    assert set(ffi.targets()) >= {"jaxflash_cpu_forward_v1", "jaxflash_cpu_backward_v1"}
     assert all(re.fullmatch(r"jaxflash_\w+_(forward|backward)_v\d+", name) for name in ffi.targets())

@@ -10,7 +10,7 @@ from jaxflash._backends import ffi
 ROOT = Path(__file__).parent.parent
 
 # Lowest first; a file may include its own folder and those below.
-CSRC_LAYERS = ["base", "device", "kernels/cpu", "launch", "ffi", "."]
+CSRC_LAYERS = ["base", "ptx", "mma", "device", "kernels/cpu", "kernels/fa2_sm80", "launch", "ffi", "."]
 CSRC_TOP_FILES = {"params.h": "base", "module.cc": "."}  # params.h is plain data that every layer may read
 
 
@@ -67,7 +67,7 @@ def _handlers() -> dict[str, str]:
 
 def test_every_handler_may_be_captured_in_a_command_buffer():
     handlers = _handlers()
-    assert set(handlers) == set(ffi.targets())
+    assert set(ffi.targets()) <= set(handlers)  # without CUDA, its handlers are not built
     for name, definition in handlers.items():
         assert "{xla::ffi::Traits::kCmdBufferCompatible}" in definition, name
 
