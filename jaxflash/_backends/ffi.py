@@ -63,9 +63,11 @@ _EMPTY_DTYPES = {  # dtype of the zero-element array that stands for an operand 
 
 def supports(implementation: str, problem: Problem) -> str | None:
     """Why this implementation's kernels cannot run the problem, or None if they can."""
-    missing = library_problem() or _build_problem(implementation)
-    if missing is not None:
-        return missing
+    return library_problem() or _build_problem(implementation) or refuses(implementation, problem)
+
+
+def refuses(implementation: str, problem: Problem) -> str | None:
+    """As `supports`, of a complete build."""
     kernels = _KERNELS[implementation]
     if problem.platform != kernels.platform:
         return f"runs on {kernels.platform.upper()} devices, this call is on {problem.platform!r}"
