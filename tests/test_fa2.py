@@ -1,5 +1,8 @@
 """FlashAttention-2 on a GPU: every option against float64, and what only a GPU can get wrong."""
 
+import functools
+import re
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -7,6 +10,8 @@ import numpy as np
 import pytest
 import test_fuzz
 from arrays import assert_same_bits, qkv
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxflash
 
@@ -15,6 +20,7 @@ pytestmark = pytest.mark.gpu
 CONFIGS = 300
 SEEDS_PER_TEST = 50
 HALF = ("bfloat16", "float16")
+DROPOUT = {"dropout_rate": 0.2, "dropout_key": np.array([0, 7], np.uint32)}
 
 
 @pytest.mark.parametrize("first", range(0, CONFIGS, SEEDS_PER_TEST))
@@ -85,3 +91,32 @@ def test_refuses(arrays, reason):
     assert reason in jaxflash.why(*arrays).reasons["fa2"]
     with pytest.raises(NotImplementedError, match="fa2 refused"):
         jaxflash.attention(*arrays, implementation="fa2")
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["in_order", "reversed"])
+@pytest.mark.parametrize("options", [{"is_causal": True}, DROPOUT], ids=["causal", "dropout"])
+def test_two_gpus_equal_one(spec, is_reversed, options):
+    """BC-60, BC-56 and BC-62 on real devices: same bits, no collective, whichever device comes first."""
+    devices = jax.devices()[:2]
+    if len(devices) < 2:
+        pytest.skip("needs two GPUs")
+    arrays = qkv(B=4, T=257, S=391, N=8, K=4, H=64, Hv=64, dtype="bfloat16")
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal((4, 257, 8, 64)), jnp.float32)
+
+    @jax.jit
+    def run(*arrays):
+        def loss(*arrays):
+            attend = functools.partial(jaxflash.attention, deterministic=True, implementation="fa2", **options)
+            out, lse = attend(*arrays, return_residual=True)
+            return jnp.sum(out.astype(jnp.float32) * weights) + jnp.sum(jnp.sin(lse))
+
+        return jaxflash.attention(*arrays, implementation="fa2", **options), jax.grad(loss, (0, 1, 2))(*arrays)
+
+    expected = [run(*(jax.device_put(x, device) for x in arrays)) for device in devices]
+    assert_same_bits(expected[1], expected[0])
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices[:: -1 if is_reversed else 1])
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+    compiled = run.lower(*sharded).compile()
+    assert not re.search(r"all-(gather|reduce|to-all)(-start)?\(|collective-permute", compiled.as_text())
+    assert_same_bits(compiled(*sharded), expected[0])
