@@ -15,8 +15,9 @@ FUNCTIONS = [jaxflash.attention, jaxflash.flash_mha, jaxflash.flash_mha_varlen]
 
 
 def _documented_arguments(function) -> list[str]:
-    section = re.search(r"\n +Args:\n(.*?)\n\n", function.__doc__, re.DOTALL)[1]
-    return re.findall(r"^ {6}(\w+):", section, re.MULTILINE)
+    text = inspect.getdoc(function)  # without the indentation that Python up to 3.12 keeps
+    section = re.search(r"\nArgs:\n(.*?)\n\n", text, re.DOTALL)[1]
+    return re.findall(r"^  (\w+):", section, re.MULTILINE)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
