@@ -1,5 +1,8 @@
 // Python module jaxflash._C: capsules of the FFI handlers and facts about the build.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
 
 #include "ffi/handlers.h"
 #include "launch/cpu.h"
@@ -41,6 +44,20 @@ nb::tuple cpu_workspace_floats(int64_t head_dim, int64_t value_head_dim) {
                         jaxflash::launch::cpu_backward_slot_floats(head_dim, value_head_dim));
 }
 
+#if defined(JAXFLASH_HAS_CUDA)
+nb::tuple cuda_workspace_floats(const std::string& implementation, int64_t B, int64_t T, int64_t S,
+                                int64_t N, int64_t K, int64_t H, int64_t Hv, int64_t num_sequences,
+                                int64_t dbias_elements, bool is_deterministic) {
+  const jaxflash::launch::WorkspaceSizes sizes = {
+      B, T, S, N, K, H, Hv, num_sequences, dbias_elements, is_deterministic};
+  if (implementation == "fa2") {
+    return nb::make_tuple(jaxflash::launch::fa2_forward_workspace_floats(sizes),
+                          jaxflash::launch::fa2_backward_workspace_floats(sizes));
+  }
+  throw nb::value_error(("no implementation " + implementation).c_str());
+}
+#endif
+
 }  // namespace
 
 NB_MODULE(_C, module) {
@@ -54,9 +71,10 @@ NB_MODULE(_C, module) {
              nb::arg("value_head_dim"),
              "(forward, backward) floats that one worker's workspace slot needs.");
 #if defined(JAXFLASH_HAS_CUDA)
-  module.def("fa2_backward_workspace_floats", &jaxflash::launch::fa2_backward_workspace_floats,
-             nb::arg("B"), nb::arg("T"), nb::arg("N"), nb::arg("H"), nb::arg("Hv"),
-             nb::arg("num_sequences"), nb::arg("dbias_elements"), nb::arg("is_deterministic"),
-             "Floats of workspace that fa2's backward needs.");
+  module.def("cuda_workspace_floats", &cuda_workspace_floats, nb::arg("implementation"),
+             nb::arg("B"), nb::arg("T"), nb::arg("S"), nb::arg("N"), nb::arg("K"), nb::arg("H"),
+             nb::arg("Hv"), nb::arg("num_sequences"), nb::arg("dbias_elements"),
+             nb::arg("is_deterministic"),
+             "(forward, backward) floats of workspace that a GPU implementation needs.");
 #endif
 }

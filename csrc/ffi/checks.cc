@@ -8,6 +8,46 @@
 namespace jaxflash::ffi {
 namespace {
 
+using Names = std::vector<std::string_view>;
+
+// The order of the operands and results of every handler; jaxflash/_backends/ffi.py has the same.
+const Names kForwardOperands = {"q",
+                                "k",
+                                "v",
+                                "bias",
+                                "mask",
+                                "block_mask",
+                                "query_lengths",
+                                "kv_lengths",
+                                "query_segment_ids",
+                                "kv_segment_ids",
+                                "query_offsets",
+                                "kv_offsets",
+                                "sinks",
+                                "dropout_batch",
+                                "dropout_heads"};
+const Names kForwardResults = {"out", "lse", "lse_low", "workspace"};
+const Names kBackwardOperands = {"q",
+                                 "k",
+                                 "v",
+                                 "bias",
+                                 "mask",
+                                 "block_mask",
+                                 "query_lengths",
+                                 "kv_lengths",
+                                 "query_segment_ids",
+                                 "kv_segment_ids",
+                                 "query_offsets",
+                                 "kv_offsets",
+                                 "dropout_batch",
+                                 "dropout_heads",
+                                 "out",
+                                 "lse",
+                                 "lse_low",
+                                 "dout",
+                                 "dlse"};
+const Names kBackwardResults = {"dq", "dk", "dv", "dbias", "delta", "workspace"};
+
 DataType data_type(Element element) {
   if (element == Element::BF16) return DataType::kBFloat16;
   return element == Element::F16 ? DataType::kFloat16 : DataType::kFloat32;
@@ -62,18 +102,44 @@ std::string describe(Buffer buffer) {
   return text.str();
 }
 
-void OperandReader::require(bool is_met, const std::string& message) {
+Buffer NamedBuffers::at(std::string_view name) const {
+  return buffers[std::find(names->begin(), names->end(), name) - names->begin()];
+}
+
+void CallReader::name_buffers(const Names& operands, const Names& results) {
+  operands_.names = &operands;
+  results_.names = &results;
+  require(given_operands_.size() == operands.size() && given_results_.size() == results.size(),
+          "takes " + std::to_string(operands.size()) + " operands and " +
+              std::to_string(results.size()) + " results, got " +
+              std::to_string(given_operands_.size()) + " and " +
+              std::to_string(given_results_.size()));
+  for (size_t i = 0; i < operands.size() && !failed(); ++i) {
+    const auto buffer = given_operands_.get<Buffer>(i);
+    require(buffer.has_value(), std::string(operands[i]) + " is no buffer");
+    if (!failed()) operands_.buffers.push_back(*buffer);
+  }
+  for (size_t i = 0; i < results.size() && !failed(); ++i) {
+    auto buffer = given_results_.get<Buffer>(i);
+    require(buffer.has_value(), std::string(results[i]) + " is no buffer");
+    if (!failed()) results_.buffers.push_back(**buffer);
+  }
+}
+
+void CallReader::require(bool is_met, const std::string& message) {
   if (!is_met && error_.empty()) error_ = message;
 }
 
-xla::ffi::Error OperandReader::error() const {
+xla::ffi::Error CallReader::error() const {
   return xla::ffi::Error::InvalidArgument("jaxflash: " + error_ +
                                           " (the Python side should have refused this)");
 }
 
-void OperandReader::read_sizes(const CommonOperands& operands, AttentionParams* params) {
-  const auto q = dims_of(operands.q), k = dims_of(operands.k), v = dims_of(operands.v);
-  require(q.size() >= 3, "q must be [*batch, T, N, H], got " + describe(operands.q));
+void CallReader::read_sizes(AttentionParams* params) {
+  const Buffer q_buffer = operands_.at("q"), k_buffer = operands_.at("k");
+  const Buffer v_buffer = operands_.at("v");
+  const auto q = dims_of(q_buffer), k = dims_of(k_buffer), v = dims_of(v_buffer);
+  require(q.size() >= 3, "q must be [*batch, T, N, H], got " + describe(q_buffer));
   if (failed()) return;
   batch_dims_.assign(q.begin(), q.end() - 3);
   const size_t b = batch_dims_.size();
@@ -81,13 +147,13 @@ void OperandReader::read_sizes(const CommonOperands& operands, AttentionParams* 
                             std::equal(batch_dims_.begin(), batch_dims_.end(), k.begin()) &&
                             std::equal(k.begin(), k.end() - 1, v.begin()) && k[b + 2] == q[b + 2];
   const std::string seen =
-      describe(operands.q) + ", " + describe(operands.k) + ", " + describe(operands.v);
+      describe(q_buffer) + ", " + describe(k_buffer) + ", " + describe(v_buffer);
   require(shapes_agree,
           "k must be [*batch, S, K, H] and v [*batch, S, K, Hv]; q, k, v are " + seen);
-  const Element element = operands.q.element_type();
+  const Element element = q_buffer.element_type();
   require(element == Element::F32 || element == Element::BF16 || element == Element::F16,
           "q must be float32, bfloat16 or float16; q, k, v are " + seen);
-  require(operands.k.element_type() == element && operands.v.element_type() == element,
+  require(k_buffer.element_type() == element && v_buffer.element_type() == element,
           "q, k, v must have one dtype, got " + seen);
   if (failed()) return;
   params->B = product(batch_dims_);
@@ -105,19 +171,17 @@ void OperandReader::read_sizes(const CommonOperands& operands, AttentionParams* 
           "N must be a multiple of K; q, k, v are " + seen);
   if (failed()) return;
   params->group_size = params->K > 0 ? params->N / params->K : 1;
-  params->q = operands.q.untyped_data();
-  params->k = operands.k.untyped_data();
-  params->v = operands.v.untyped_data();
+  params->q = q_buffer.untyped_data();
+  params->k = k_buffer.untyped_data();
+  params->v = v_buffer.untyped_data();
   params->dtype = data_type(element);
 }
 
-void OperandReader::read_offsets(const CommonOperands& operands, const AttentionParams& params,
-                                 SequenceInputs* inputs) {
-  const auto dims = dims_of(operands.query_offsets);
+void CallReader::read_offsets(const AttentionParams& params, SequenceInputs* inputs) {
+  const auto dims = dims_of(operands_.at("query_offsets"));
   const int64_t points = dims.empty() ? 0 : dims.back();
-  inputs->query_offsets =
-      read("query_offsets", operands.query_offsets, {Element::S32}, {points}, false);
-  inputs->kv_offsets = read("kv_offsets", operands.kv_offsets, {Element::S32}, {points}, false);
+  inputs->query_offsets = read("query_offsets", {Element::S32}, {points}, false);
+  inputs->kv_offsets = read("kv_offsets", {Element::S32}, {points}, false);
   inputs->num_sequences = points - 1;
   const bool is_packed = inputs->query_offsets.data != nullptr;
   require(is_packed == (inputs->kv_offsets.data != nullptr),
@@ -131,59 +195,55 @@ void OperandReader::read_offsets(const CommonOperands& operands, const Attention
   require(is_plain, "packed sequences take no bias, mask, block mask, lengths or segment ids");
 }
 
-void OperandReader::read_common(const CommonOperands& operands, const AttentionAttrs& attrs,
-                                AttentionParams* params, SequenceInputs* inputs) {
-  read_sizes(operands, params);
+void CallReader::read_common(AttentionParams* params, SequenceInputs* inputs) {
+  read_sizes(params);
   if (failed()) return;
   const int64_t T = params->T, S = params->S, N = params->N;
-  params->softmax_scale = attrs.softmax_scale;
-  params->logits_soft_cap = attrs.logits_soft_cap;
-  params->window_left = attrs.window_left;
-  params->window_right = attrs.window_right;
-  params->bias =
-      read("bias", operands.bias, {Element::F32, Element::BF16, Element::F16}, {N, T, S}, true);
-  params->mask = read("mask", operands.mask, {Element::PRED}, {N, T, S}, true);
+  params->softmax_scale = attrs_.softmax_scale;
+  params->logits_soft_cap = attrs_.logits_soft_cap;
+  params->window_left = attrs_.window_left;
+  params->window_right = attrs_.window_right;
+  params->bias = read("bias", {Element::F32, Element::BF16, Element::F16}, {N, T, S}, true);
+  params->mask = read("mask", {Element::PRED}, {N, T, S}, true);
 
-  const int64_t block_q = attrs.mask_block_q, block_kv = attrs.mask_block_kv;
+  const int64_t block_q = attrs_.mask_block_q, block_kv = attrs_.mask_block_kv;
   const bool has_blocks = block_q > 0 && block_kv > 0;
-  require(has_blocks || operands.block_mask.element_count() == 0,
+  require(has_blocks || operands_.at("block_mask").element_count() == 0,
           "block_mask needs positive mask_block_q and mask_block_kv");
   params->mask_block_q = has_blocks ? block_q : 1;
   params->mask_block_kv = has_blocks ? block_kv : 1;
   const int64_t blocks_q = T == 0 ? 0 : (T - 1) / params->mask_block_q + 1;
   const int64_t blocks_kv = S == 0 ? 0 : (S - 1) / params->mask_block_kv + 1;
-  params->block_mask =
-      read("block_mask", operands.block_mask, {Element::PRED}, {N, blocks_q, blocks_kv}, true);
+  params->block_mask = read("block_mask", {Element::PRED}, {N, blocks_q, blocks_kv}, true);
 
-  inputs->query_lengths = read("query_lengths", operands.query_lengths, {Element::S32}, {}, false);
-  inputs->kv_lengths = read("kv_lengths", operands.kv_lengths, {Element::S32}, {}, false);
-  params->query_segment_ids =
-      read("query_segment_ids", operands.query_segment_ids, {Element::S32}, {T}, false);
-  params->kv_segment_ids =
-      read("kv_segment_ids", operands.kv_segment_ids, {Element::S32}, {S}, false);
+  inputs->query_lengths = read("query_lengths", {Element::S32}, {}, false);
+  inputs->kv_lengths = read("kv_lengths", {Element::S32}, {}, false);
+  params->query_segment_ids = read("query_segment_ids", {Element::S32}, {T}, false);
+  params->kv_segment_ids = read("kv_segment_ids", {Element::S32}, {S}, false);
   // Either array may be empty because its sequence is; then no pair exists.
   require(
       T == 0 || S == 0 || params->B == 0 ||
           (params->query_segment_ids.data == nullptr) == (params->kv_segment_ids.data == nullptr),
       "query_segment_ids and kv_segment_ids must come together");
-  inputs->is_bottom_right = attrs.is_bottom_right;
-  read_offsets(operands, *params, inputs);
+  inputs->is_bottom_right = attrs_.is_bottom_right;
+  read_offsets(*params, inputs);
 
-  params->dropout_threshold = attrs.dropout_threshold;
-  params->dropout_scale = attrs.dropout_scale;
-  params->dropout_batch = read("dropout_batch", operands.dropout_batch, {Element::U32}, {3}, false);
-  params->dropout_heads = read("dropout_heads", operands.dropout_heads, {Element::U32}, {N}, false);
+  params->dropout_threshold = attrs_.dropout_threshold;
+  params->dropout_scale = attrs_.dropout_scale;
+  params->dropout_batch = read("dropout_batch", {Element::U32}, {3}, false);
+  params->dropout_heads = read("dropout_heads", {Element::U32}, {N}, false);
   const bool has_dropout_operands =
       params->dropout_batch.data != nullptr && params->dropout_heads.data != nullptr;
-  require(attrs.dropout_threshold <= 0 || has_dropout_operands || params->B == 0 || N == 0,
+  require(attrs_.dropout_threshold <= 0 || has_dropout_operands || params->B == 0 || N == 0,
           "dropout needs dropout_batch and dropout_heads");
 }
 
-BroadcastArray OperandReader::read(const char* name, Buffer buffer,
-                                   std::initializer_list<Element> elements,
-                                   std::initializer_list<int64_t> trailing, bool is_broadcastable) {
+BroadcastArray CallReader::read(std::string_view name, std::initializer_list<Element> elements,
+                                std::initializer_list<int64_t> trailing, bool is_broadcastable) {
   BroadcastArray array = {};
-  if (buffer.element_count() == 0 || failed()) return array;
+  if (failed()) return array;
+  const Buffer buffer = operands_.at(name);
+  if (buffer.element_count() == 0) return array;
   const auto dims = dims_of(buffer);
   const size_t b = batch_dims_.size();
   std::vector<int64_t> expected = batch_dims_;
@@ -223,8 +283,8 @@ BroadcastArray OperandReader::read(const char* name, Buffer buffer,
   return array;
 }
 
-void* OperandReader::read_full(const char* name, Buffer buffer, Element element,
-                               std::initializer_list<int64_t> trailing) {
+void* CallReader::read_full(std::string_view name, Buffer buffer, Element element,
+                            std::initializer_list<int64_t> trailing) {
   std::vector<int64_t> expected = batch_dims_;
   expected.insert(expected.end(), trailing.begin(), trailing.end());
   require(buffer.element_type() == element && dims_of(buffer) == expected,
@@ -232,7 +292,9 @@ void* OperandReader::read_full(const char* name, Buffer buffer, Element element,
   return buffer.untyped_data();
 }
 
-launch::Workspace OperandReader::read_workspace(Buffer buffer, int64_t floats_needed) {
+launch::Workspace CallReader::read_workspace(int64_t floats_needed) {
+  if (failed()) return {};
+  const Buffer buffer = results_.at("workspace");
   const auto dims = dims_of(buffer);
   const bool is_right = buffer.element_type() == Element::F32 && dims.size() == 2 && dims[0] >= 1 &&
                         dims[1] >= floats_needed;
@@ -242,10 +304,11 @@ launch::Workspace OperandReader::read_workspace(Buffer buffer, int64_t floats_ne
   return {static_cast<float*>(buffer.untyped_data()), dims[0], dims[1]};
 }
 
-BiasGradient OperandReader::read_bias_gradient(Buffer dbias, Buffer bias,
-                                               const AttentionParams& params) {
+BiasGradient CallReader::read_bias_gradient(const AttentionParams& params) {
   BiasGradient gradient = {};
-  if (dbias.element_count() == 0 || failed()) return gradient;
+  if (failed()) return gradient;
+  const Buffer dbias = results_.at("dbias"), bias = operands_.at("bias");
+  if (dbias.element_count() == 0) return gradient;
   const auto dims = dims_of(dbias);
   require(dims == dims_of(bias) && dbias.element_type() == bias.element_type(),
           "dbias must be like bias " + describe(bias) + ", got " + describe(dbias));
@@ -267,6 +330,43 @@ BiasGradient OperandReader::read_bias_gradient(Buffer dbias, Buffer bias,
   gradient.first_member = tables_.add(std::move(first_member));
   gradient.members = tables_.add(std::move(members));
   return gradient;
+}
+
+ForwardParams CallReader::read_forward(SequenceInputs* inputs) {
+  ForwardParams params = {};
+  name_buffers(kForwardOperands, kForwardResults);
+  if (failed()) return params;
+  read_common(&params.attention, inputs);
+  const int64_t T = params.attention.T, N = params.attention.N, Hv = params.attention.Hv;
+  params.sinks = read("sinks", {Element::F32}, {N}, false);
+  params.out = read_result("out", operands_.at("q").element_type(), {T, N, Hv});
+  params.lse = static_cast<float*>(read_result("lse", Element::F32, {T, N}));
+  params.lse_low = static_cast<float*>(read_result("lse_low", Element::F32, {T, N}));
+  return params;
+}
+
+BackwardParams CallReader::read_backward(SequenceInputs* inputs) {
+  BackwardParams params = {};
+  name_buffers(kBackwardOperands, kBackwardResults);
+  if (failed()) return params;
+  const AttentionParams& attention = params.attention;
+  read_common(&params.attention, inputs);
+  const int64_t T = attention.T, S = attention.S, N = attention.N, K = attention.K;
+  const int64_t H = attention.H, Hv = attention.Hv;
+  const Element element = operands_.at("q").element_type();
+  params.out = read_operand("out", element, {T, N, Hv});
+  params.lse = static_cast<float*>(read_operand("lse", Element::F32, {T, N}));
+  params.lse_low = static_cast<float*>(read_operand("lse_low", Element::F32, {T, N}));
+  params.dout = read_operand("dout", element, {T, N, Hv});
+  if (operands_.at("dlse").element_count() > 0) {
+    params.dlse = static_cast<float*>(read_operand("dlse", Element::F32, {T, N}));
+  }
+  params.dq = read_result("dq", element, {T, N, H});
+  params.dk = read_result("dk", element, {S, K, H});
+  params.dv = read_result("dv", element, {S, K, Hv});
+  params.delta = static_cast<float*>(read_result("delta", Element::F32, {T, N}));
+  params.dbias = read_bias_gradient(attention);
+  return params;
 }
 
 }  // namespace jaxflash::ffi

@@ -59,8 +59,10 @@ const char* fa2_refusal(const AttentionParams& params) {
   return nullptr;
 }
 
+int64_t fa2_forward_workspace_floats(const WorkspaceSizes& /*sizes*/) { return 0; }
+
 cudaError_t fa2_forward(const ForwardParams& params, const SequenceInputs& inputs,
-                        cudaStream_t stream) {
+                        float* /*workspace*/, cudaStream_t stream) {
   return params.attention.dtype == DataType::kBFloat16
              ? run_head_dim<__nv_bfloat16>(params, inputs, stream)
              : run_head_dim<__half>(params, inputs, stream);

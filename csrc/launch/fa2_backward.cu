@@ -86,12 +86,11 @@ cudaError_t clear_bias_sums(const BiasGradient& dbias, float* sums, cudaStream_t
 
 }  // namespace
 
-int64_t fa2_backward_workspace_floats(int64_t B, int64_t T, int64_t N, int64_t H, int64_t Hv,
-                                      int64_t num_sequences, int64_t dbias_elements,
-                                      bool is_deterministic) {
-  const int64_t tiles = B * N * query_slots(T, num_sequences, num_sequences >= 0);
+int64_t fa2_backward_workspace_floats(const WorkspaceSizes& sizes) {
+  const int64_t slots = query_slots(sizes.T, sizes.num_sequences, sizes.num_sequences >= 0);
   const WorkspaceParts parts =
-      workspace_parts(tiles, fa2_sm80::padded_head_dim(H, Hv), dbias_elements, is_deterministic);
+      workspace_parts(sizes.B * sizes.N * slots, fa2_sm80::padded_head_dim(sizes.H, sizes.Hv),
+                      sizes.dbias_elements, sizes.is_deterministic);
   return parts.statistics + parts.dq + parts.dbias;
 }
 

@@ -201,7 +201,7 @@ def _result_type(name: str, call: KernelCall, operands: Operands) -> jax.ShapeDt
 
 def _workspace_type(call: KernelCall, operands: Operands) -> jax.ShapeDtypeStruct:
     """Scratch, float32 [slots, floats of a slot]."""
-    sizes = _cpu_workspace if call.config.implementation == "cpu" else _fa2_workspace
+    sizes = _cpu_workspace if call.config.implementation == "cpu" else _cuda_workspace
     return jax.ShapeDtypeStruct(sizes(call, operands), jnp.float32)
 
 
@@ -211,28 +211,30 @@ def _cpu_workspace(call: KernelCall, operands: Operands) -> tuple[int, int]:
     return _num_slots(), forward if call.direction == "forward" else backward
 
 
+def _cuda_workspace(call: KernelCall, operands: Operands) -> tuple[int, int]:
+    *batch, length, heads, head_dim = operands.query.shape
+    kv_length, kv_heads, value_head_dim = operands.value.shape[-3:]
+    forward, backward = _C.cuda_workspace_floats(
+        call.config.implementation,
+        B=math.prod(batch),
+        T=length,
+        S=kv_length,
+        N=heads,
+        K=kv_heads,
+        H=head_dim,
+        Hv=value_head_dim,
+        num_sequences=-1 if operands.query_offsets is None else operands.query_offsets.shape[-1] - 1,
+        dbias_elements=_separate_dbias_elements(call, operands),
+        is_deterministic=call.config.deterministic,
+    )
+    return 1, forward if call.direction == "forward" else backward
+
+
 def _separate_dbias_elements(call: KernelCall, operands: Operands) -> int:
     """Elements of a bias gradient that cannot be summed in its own array, for want of float32."""
     if not call.bias_gradient or operands.bias.dtype == jnp.float32:
         return 0
     return operands.bias.size
-
-
-def _fa2_workspace(call: KernelCall, operands: Operands) -> tuple[int, int]:
-    if call.direction == "forward":
-        return 1, 0
-    *batch, length, heads, head_dim = operands.query.shape
-    floats = _C.fa2_backward_workspace_floats(
-        B=math.prod(batch),
-        T=length,
-        N=heads,
-        H=head_dim,
-        Hv=operands.value.shape[-1],
-        num_sequences=-1 if operands.query_offsets is None else operands.query_offsets.shape[-1] - 1,
-        dbias_elements=_separate_dbias_elements(call, operands),
-        is_deterministic=call.config.deterministic,
-    )
-    return 1, floats
 
 
 def _num_slots() -> int:
