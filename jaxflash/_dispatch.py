@@ -13,6 +13,7 @@ from jaxflash._types import Implementation, KernelConfig, Problem
 # Fastest first: `implementation=None` takes the first that supports the problem.
 _IMPLEMENTATIONS = {
     "fa2": functools.partial(ffi.supports, "fa2"),
+    "fa1": functools.partial(ffi.supports, "fa1"),
     "cpu": functools.partial(ffi.supports, "cpu"),
     "reference": reference.supports,
 }

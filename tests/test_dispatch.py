@@ -121,7 +121,9 @@ class TestNamedImplementation:
         assert ("jaxflash_cpu_forward_v1" in text) == is_called
 
     def test_unknown_name_lists_the_known(self):
-        with pytest.raises(ValueError, match="implementation must be one of 'fa2', 'cpu', 'reference', it was 'fa9'"):
+        with pytest.raises(
+            ValueError, match="implementation must be one of 'fa2', 'fa1', 'cpu', 'reference', it was 'fa9'"
+        ):
             jaxflash.attention(*qkv(), implementation="fa9")
 
 
@@ -158,6 +160,7 @@ class TestWhy:
         assert str(jaxflash.why(*qkv())).splitlines() == [
             "chosen: reference",
             "  fa2: refuses: the library is away",
+            "  fa1: refuses: the library is away",
             "  cpu: refuses: the library is away",
             "  reference: can run this call",
         ]
@@ -194,4 +197,4 @@ class TestPlatform:
 
 
 def test_names_are_in_order_of_preference():
-    assert _dispatch.implementations() == ("fa2", "cpu", "reference")
+    assert _dispatch.implementations() == ("fa2", "fa1", "cpu", "reference")

@@ -10,7 +10,8 @@ from jaxflash._backends import ffi
 ROOT = Path(__file__).parent.parent
 
 # Lowest first; a file may include its own folder and those below.
-CSRC_LAYERS = ["base", "ptx", "mma", "device", "kernels/cpu", "kernels/fa2_sm80", "launch", "ffi", "."]
+KERNELS = ["kernels/cpu", "kernels/fa1_sm80", "kernels/fa2_sm80"]
+CSRC_LAYERS = ["base", "ptx", "mma", "device", *KERNELS, "launch", "ffi", "."]
 CSRC_TOP_FILES = {"params.h": "base", "module.cc": "."}  # params.h is plain data that every layer may read
 
 

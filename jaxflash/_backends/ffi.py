@@ -33,6 +33,8 @@ class _Kernels:
     batch_dims: int | None = None
     length: int | None = None
     unordered: tuple[str, ...] = ()  # operands whose gradients it sums in no fixed order
+    untaken: tuple[str, ...] = ()  # optional operands it does not take
+    takes_soft_cap: bool = True
 
 
 _KERNELS = {
@@ -45,8 +47,19 @@ _KERNELS = {
         length=2**30 - 1,
         unordered=("bias",),
     ),
+    "fa1": _Kernels(
+        platform="gpu",
+        dtypes=(jnp.bfloat16, jnp.float16),
+        compute_capability=(8, 0),
+        head_dim=128,
+        batch_dims=4,
+        length=2**30 - 1,
+        untaken=("bias", "sinks", "query_offsets"),
+        takes_soft_cap=False,
+    ),
     "cpu": _Kernels(platform="cpu", dtypes=(jnp.float32, jnp.bfloat16, jnp.float16)),
 }
+_ARGUMENT = {"query_offsets": "packed sequences (cu_seqlens)"}  # what users call an operand, where it differs
 _BIAS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _FORWARD_OPERANDS = Operands._fields
 _BACKWARD_OPERANDS = tuple(name for name in Operands._fields if name != "sinks") + BACKWARD_ONLY
@@ -78,6 +91,11 @@ def refuses(implementation: str, problem: Problem) -> str | None:
         if dtype is not None and dtype not in dtypes:
             return f"takes {' and '.join(np.dtype(d).name for d in dtypes)}, {name} is {dtype}"
     shapes = dict(problem.shapes)
+    for name in kernels.untaken:
+        if name in shapes:
+            return f"takes no {_ARGUMENT.get(name, name)}"
+    if problem.spec.logits_soft_cap is not None and not kernels.takes_soft_cap:
+        return "takes no logits_soft_cap"
     for name in kernels.unordered:
         if problem.deterministic and name in shapes:
             return f"sums the gradient of {name} in no fixed order, this call asks for deterministic=True"
