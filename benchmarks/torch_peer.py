@@ -1,7 +1,8 @@
 """jaxflash's GPU kernels beside PyTorch's FlashAttention-2, in one process: `python -m benchmarks.torch_peer`.
 
-Every cell of 16,384 tokens a batch and hidden size 2048. Contenders take turns; each round times a run of calls that
-fill the device's queue, so that launches are hidden, and the median over rounds counts. Inputs are standard normal.
+Every cell of 16,384 tokens a batch and hidden size 2048. Contenders take turns; each round times a run of calls on
+different queries that fill the device's queue: for JAX one program without command buffers, so that the calls run one
+after the other, for PyTorch a loop. Launches are hidden, and the median over rounds counts. Inputs are standard normal.
 Writes benchmarks/results/torch-peer-<date>-<device>.json. Needs PyTorch with CUDA; run with
 XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both frameworks find memory.
 """
@@ -30,73 +31,74 @@ TOKENS, HIDDEN = 16_384, 2048
 RESULTS = Path(__file__).parent / "results"
 
 
-def ours(attend: Callable, shape: Shape, is_causal: bool, has_backward: bool) -> Callable[[], object]:
-    """One call of a JAX function, not waited for."""
+def ours(attend: Callable, shape: Shape, is_causal: bool, has_backward: bool, calls: int) -> Callable[[], object]:
+    """`calls` calls of a JAX function in one program, not waited for."""
     q, k, v, dout = shape.random_inputs(jnp.bfloat16)
+    queries = [jax.random.normal(key, q.shape, q.dtype) for key in jax.random.split(jax.random.key(1), calls)]
     attend = functools.partial(attend, is_causal=is_causal)
 
-    def forward_and_backward(q, k, v, dout):
+    def one(q, k, v, dout):
+        if not has_backward:
+            return attend(q, k, v)
         out, pullback = jax.vjp(attend, q, k, v)
         return out, pullback(dout)
 
-    if has_backward:
-        run = jax.jit(forward_and_backward)
-        return lambda: run(q, k, v, dout)
-    run = jax.jit(attend)
-    return lambda: run(q, k, v)
+    def every(queries, k, v, dout):
+        return [one(q, k, v, dout) for q in queries]
+
+    run = jax.jit(every, compiler_options={"xla_gpu_enable_command_buffer": ""})
+    return lambda: run(queries, k, v, dout)
 
 
-def theirs(shape: Shape, is_causal: bool, has_backward: bool) -> Callable[[], object]:
-    """One call of PyTorch's flash backend (FlashAttention-2), not waited for."""
+def theirs(shape: Shape, is_causal: bool, has_backward: bool, calls: int) -> Callable[[], object]:
+    """`calls` calls of PyTorch's flash backend (FlashAttention-2), not waited for."""
     size = (shape.B, shape.N, shape.T, shape.H)
-    q, k, v, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    for x in (q, k, v):
+    k, v, dout, *queries = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3 + calls))
+    for x in (k, v, *queries):
         x.requires_grad_(has_backward)
+
+    def one(q):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return (out, *torch.autograd.grad(out, (q, k, v), dout)) if has_backward else out
 
     def run():
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-            return torch.autograd.grad(out, (q, k, v), dout) if has_backward else out
+            return [one(q) for q in queries]
 
     return run
 
 
-def wait(result) -> None:
-    if isinstance(result, torch.Tensor) or (isinstance(result, tuple) and isinstance(result[0], torch.Tensor)):
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    result = run()
+    if any(isinstance(x, torch.Tensor) for x in jax.tree.leaves(result)):
         torch.cuda.synchronize()
     else:
         jax.block_until_ready(result)
+    return time.perf_counter() - start
 
 
-def seconds_a_call(run: Callable[[], object], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        result = run()
-    wait(result)
-    return (time.perf_counter() - start) / calls
-
-
-def measure(shape: Shape, is_causal: bool, has_backward: bool, rounds: int, calls: int) -> dict:
+def measure(implementations, shape: Shape, is_causal: bool, has_backward: bool, rounds: int, calls: int) -> dict:
     """Median TFLOP/s of each contender in one cell."""
     contenders = {
-        "jaxflash-fa2": ours(
-            functools.partial(jaxflash.attention, implementation="fa2"), shape, is_causal, has_backward
-        ),
-        "torch-fa2": theirs(shape, is_causal, has_backward),
-        "jax-cudnn": ours(
-            functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), shape, is_causal, has_backward
-        ),
+        f"jaxflash-{name}": ours(
+            functools.partial(jaxflash.attention, implementation=name), shape, is_causal, has_backward, calls
+        )
+        for name in implementations
+        if shape.H <= 128 or name != "fa1"
     }
-    if shape.H > 128:
-        del contenders["jax-cudnn"]  # its backward and, for some lengths, its forward refuse
-    seconds = {name: [] for name in contenders}
+    contenders["torch-fa2"] = theirs(shape, is_causal, has_backward, calls)
+    if shape.H <= 128:  # beyond, its backward and, for some lengths, its forward refuse
+        cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+        contenders["jax-cudnn"] = ours(cudnn, shape, is_causal, has_backward, calls)
+    samples = {name: [] for name in contenders}
     for run in contenders.values():
-        wait(run())
+        seconds(run)
     for _ in range(rounds):
         for name, run in contenders.items():
-            seconds[name].append(seconds_a_call(run, calls))
+            samples[name].append(seconds(run) / calls)
     flops = shape.flops(is_causal=is_causal, has_backward=has_backward)
-    return {name: flops / statistics.median(times) / 1e12 for name, times in seconds.items()}
+    return {name: flops / statistics.median(times) / 1e12 for name, times in samples.items()}
 
 
 def driver_version() -> str:
@@ -106,6 +108,7 @@ def driver_version() -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--implementations", nargs="+", default=["fa2", "fa1"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 16_384])
     parser.add_argument("--rounds", type=int, default=7)
@@ -117,20 +120,20 @@ def main():
     for has_backward, head_dim, is_causal, length in cells:
         heads = HIDDEN // head_dim
         shape = Shape(B=TOKENS // length, T=length, S=length, N=heads, K=heads, H=head_dim)
-        speeds = measure(shape, is_causal, has_backward, options.rounds, options.calls)
+        speeds = measure(options.implementations, shape, is_causal, has_backward, options.rounds, options.calls)
         rows.append({"head_dim": head_dim, "length": length, "is_causal": is_causal, "has_backward": has_backward})
         rows[-1]["tflops"] = speeds
         shown = "  ".join(f"{name} {speed:6.1f}" for name, speed in speeds.items())
         kind = "forward+backward" if has_backward else "forward"
         print(f"{kind:17}d={head_dim:<4}T={length:<6}{'causal' if is_causal else 'full':7}{shown}", flush=True)
-    for has_backward in (False, True):
+    for has_backward, name in itertools.product((False, True), options.implementations):
+        of_kind = [row["tflops"] for row in rows if row["has_backward"] == has_backward]
         ratios = [
-            row["tflops"]["jaxflash-fa2"] / row["tflops"]["torch-fa2"]
-            for row in rows
-            if row["has_backward"] == has_backward
+            speeds[f"jaxflash-{name}"] / speeds["torch-fa2"] for speeds in of_kind if f"jaxflash-{name}" in speeds
         ]
         kind = "forward+backward" if has_backward else "forward"
-        print(f"{kind}: {statistics.geometric_mean(ratios):.3f} times torch-fa2, at least {min(ratios):.3f}")
+        mean = statistics.geometric_mean(ratios)
+        print(f"{name} {kind}: {mean:.3f} times torch-fa2, {min(ratios):.3f} to {max(ratios):.3f}")
 
     facts = environment.describe()
     facts["versions"] |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver_version()}

@@ -1,6 +1,7 @@
 """Test configuration: 8 virtual CPU devices, and options for the fuzz and GPU tests."""
 
 import os
+import re
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling takes most of the suite's time, and most programs run once.
@@ -29,7 +30,29 @@ def pytest_runtest_setup(item):
     (pytest.fail if item.config.getoption("--require-gpu") else pytest.skip)(reason)
 
 
-@pytest.fixture(params=["reference", "cpu"])
+# What runs on a GPU alone. A call that such an implementation refuses is skipped with its reason, never passed; what
+# each of them must run is in tests/test_gpu.py.
+GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("fa2", "fa1")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        refusal = re.match(r"implementation='(fa\d)' does not run this call\. (.*?)(; |\. These)", str(error))
+        if refusal is None or pyfuncitem.get_closest_marker("gpu") is None:
+            raise
+        pytest.skip(refusal[2])
+
+
+@pytest.fixture(params=["reference", "cpu", *GPU])
 def implementation(request):
-    """Each implementation that runs on a CPU; a missing compiled library is a failure, not a skip."""
+    """Each implementation; a missing compiled library is a failure, not a skip."""
+    return request.param
+
+
+@pytest.fixture(params=["cpu", *GPU], scope="session")
+def kernel(request):
+    """Each compiled implementation, for what the reference compiles too slowly or does not promise."""
     return request.param

@@ -14,11 +14,11 @@ REFERENCE_CONFIGS = 10  # compiles slowly
 FIRST_REFERENCE_SEED = 500_000
 BATCH_OF_SEEDS = 50
 LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 63, 64, 65, 95, 100, 127, 128, 129, 160, 193, 200)
-HEAD_DIMS = (1, 2, 3, 4, 8, 15, 16, 17, 24, 32, 33, 40, 48, 64, 65, 72, 80, 96, 112, 128, 129, 160)
+HEAD_DIMS = (1, 2, 3, 4, 8, 15, 16, 17, 24, 32, 33, 40, 48, 64, 65, 72, 80, 96, 112, 128, 129, 160, 192, 256)
 MAX_PAIRS = 60_000  # B * N * T * S, for the time the oracle takes
 
 
-def random_config(seed: int) -> tuple[cases.Case, str]:
+def random_config(seed: int, lengths=LENGTHS, max_pairs: int = MAX_PAIRS) -> tuple[cases.Case, str]:
     """A problem and a dtype."""
     rng = np.random.default_rng([seed, 20240607])
     chance = lambda probability: bool(rng.random() < probability)  # noqa: E731
@@ -28,10 +28,10 @@ def random_config(seed: int) -> tuple[cases.Case, str]:
     batch = () if is_packed else tuple(int(rng.integers(1, 4)) for _ in range(pick((0, 1, 1, 1, 2))))
     kv_heads = int(rng.integers(1, 4))
     heads = kv_heads * int(rng.integers(1, 5))
-    length, kv_length = (0 if chance(0.01) else int(pick(LENGTHS)) for _ in range(2))
+    length, kv_length = (0 if chance(0.01) else int(pick(lengths)) for _ in range(2))
     if chance(0.25):
         kv_length = length
-    while np.prod(batch, dtype=int) * heads * length * kv_length > MAX_PAIRS:
+    while np.prod(batch, dtype=int) * heads * length * kv_length > max_pairs:
         length, kv_length = (length + 1) // 2, kv_length if kv_length < length else (kv_length + 1) // 2
     head_dim = int(pick(HEAD_DIMS))
     options = {

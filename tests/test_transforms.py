@@ -21,7 +21,7 @@ def _loss(q, k, v, implementation="cpu", **options):
 
 
 def _num_calls(compiled, direction):
-    return len(re.findall(rf'custom_call_target="jaxflash_cpu_{direction}_v1"', compiled.as_text()))
+    return len(re.findall(rf'custom_call_target="jaxflash_\w+_{direction}_v1"', compiled.as_text()))
 
 
 def test_jit_equals_eager(implementation):
@@ -41,13 +41,13 @@ def test_value_and_grad_agrees_with_reference():
     assert_close(ours, reference)
 
 
-def test_only_the_bias_gradient_that_is_wanted_is_computed():
+def test_only_the_bias_gradient_that_is_wanted_is_computed(kernel):
     """BC-44: asking for dbias changes no other gradient; BC-53 (JAX#34685): not asking computes none."""
     q, k, v = qkv()
     bias = normal(2, 6, 9, 11, seed=2)
 
     def loss(q, k, v, bias):
-        return jnp.sum(jaxflash.attention(q, k, v, bias, implementation="cpu") ** 2)
+        return jnp.sum(jaxflash.attention(q, k, v, bias, implementation=kernel) ** 2)
 
     without = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, bias).compile()
     with_bias = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(q, k, v, bias).compile()
@@ -62,13 +62,13 @@ def test_only_the_bias_gradient_that_is_wanted_is_computed():
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 256, 256), (1, 1, 256, 256)])
-def test_a_mask_costs_no_memory_in_the_gradient(shape):
+def test_a_mask_costs_no_memory_in_the_gradient(kernel, shape):
     """BC-53 (JAX#34685, JAX#39512): no [B, N, T, S] buffer."""
     q, k, v = qkv(B=8, T=256, S=256, N=16, K=16, H=16, Hv=16, dtype=jnp.bfloat16)
     mask = jnp.ones(shape, bool)
 
     def loss(q, k, v, mask):
-        out = jaxflash.attention(q, k, v, mask=mask, implementation="cpu")
+        out = jaxflash.attention(q, k, v, mask=mask, implementation=kernel)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, mask).compile().memory_analysis()
@@ -131,12 +131,12 @@ SAVE_ONE_NAME = jax.checkpoint_policies.save_only_these_names("jaxflash_lse")
     ids=["no_remat", "save_out_and_lse", "save_lse_alone", "nothing_saveable", "dots_saveable"],
 )
 @pytest.mark.parametrize("scanned", [False, True], ids=["one_layer", "scan"])
-def test_remat_runs_no_more_kernels_than_the_policy_says(policy, forward_calls, scanned):
+def test_remat_runs_no_more_kernels_than_the_policy_says(kernel, policy, forward_calls, scanned):
     """BC-52 (JAX#21303, JAX#26374): one forward and one backward call when out and lse are saved."""
     x = qkv(S=9, N=4, K=4, H=8, Hv=8)[0]
 
     def layer(x, key):
-        out = jaxflash.attention(x, x, x, dropout_rate=0.1, dropout_key=key, implementation="cpu")
+        out = jaxflash.attention(x, x, x, dropout_rate=0.1, dropout_key=key, implementation=kernel)
         return jnp.tanh(out)
 
     rematerialized = layer if policy is None else jax.checkpoint(layer, policy=policy)
@@ -281,13 +281,13 @@ def test_reference_second_derivative_matches_finite_differences():
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8)
 
 
-def test_same_dropout_under_every_transformation():
+def test_same_dropout_under_every_transformation(kernel):
     """BC-58: one key gives one mask, other keys give other masks, in jit, scan and eager alike."""
     q, k, v = qkv()
     keys = jax.random.split(jax.random.key(5), 4)
 
     def attend(key):
-        return jaxflash.attention(q, k, v, dropout_rate=0.5, dropout_key=key, implementation="cpu")
+        return jaxflash.attention(q, k, v, dropout_rate=0.5, dropout_key=key, implementation=kernel)
 
     eager = jnp.stack([attend(key) for key in keys])
     _, scanned = jax.lax.scan(lambda carry, key: (carry, attend(key)), 0, keys)
@@ -297,10 +297,10 @@ def test_same_dropout_under_every_transformation():
     assert len({np.asarray(x).tobytes() for x in eager}) == len(keys)
 
 
-def test_raw_and_typed_keys_agree():
+def test_raw_and_typed_keys_agree(kernel):
     q, k, v = qkv()
     typed = jax.random.key(5)
-    options = {"dropout_rate": 0.5, "implementation": "cpu"}
+    options = {"dropout_rate": 0.5, "implementation": kernel}
     assert_same_bits(
         jaxflash.attention(q, k, v, dropout_key=typed, **options),
         jaxflash.attention(q, k, v, dropout_key=jax.random.key_data(typed), **options),

@@ -33,12 +33,12 @@ def test_value_of_one_hot_rows_shows_the_keep_mask(implementation):
 
 
 @pytest.mark.parametrize("rate", [1e-6, 0.1, 0.125, 0.5, 0.999])
-def test_rate_is_kept(rate):
+def test_rate_is_kept(kernel, rate):
     """BC-57 (apex#1614, FA#2597): within 4 sigma of the rate, and the steps of 2**-16 in which it is held."""
     T, N = 512, 4
     q = np.zeros((1, T, N, 4), np.float32)
     v = np.ones((1, T, N, 1), np.float32)
-    out = jaxflash.attention(q, q, v, dropout_rate=rate, dropout_key=jax.random.key(57), implementation="cpu")
+    out = jaxflash.attention(q, q, v, dropout_rate=rate, dropout_key=jax.random.key(57), implementation=kernel)
     kept = float(np.mean(out)) * (1 - rate)
     sigma = math.sqrt(rate * (1 - rate) / (N * T * T))
     assert abs(kept - (1 - rate)) <= 4 * sigma + 2**-16
@@ -58,14 +58,14 @@ def test_rates_at_the_ends(implementation):
     assert np.array_equal(all_dropped["lse"], plain["lse"])
 
 
-def test_every_step_has_a_mask_of_its_own():
+def test_every_step_has_a_mask_of_its_own(kernel):
     """BC-58 (FA#314, PT#84614): the seed was baked in at trace time, so every step dropped the same elements."""
     T, S, rate = 32, 40, 0.5
     v = np.eye(S, dtype=np.float32)[None, :, None]
     zeros = [np.zeros((1, n, 1, 4), np.float32) for n in (T, S)]
 
     def kept(key):
-        return jaxflash.attention(*zeros, v, dropout_rate=rate, dropout_key=key, implementation="cpu") > 0
+        return jaxflash.attention(*zeros, v, dropout_rate=rate, dropout_key=key, implementation=kernel) > 0
 
     keys = jax.random.split(jax.random.key(58), 16)
     _, scanned = jax.jit(lambda keys: jax.lax.scan(lambda c, key: (c, kept(key)), 0, keys))(keys)

@@ -13,7 +13,7 @@ BIAS_DIMS = ("1NTS", "B1TS", "111S", "BN1S", "BNTS", "B1T1", "1N11")
 
 @pytest.mark.parametrize("options", ["plain", "causal", "dropout"])
 @pytest.mark.parametrize("dims", BIAS_DIMS)
-def test_bias_gradient(dims, options):
+def test_bias_gradient(kernel, dims, options):
     """BC-44 (JAX#27184, JAX#30593, PT#148476): wrong for B > 1, missing, or a crash if nothing else is wanted."""
     full = (3, 4, 100, 130)
     shape = tuple(1 if letter == "1" else size for letter, size in zip(dims, full, strict=True))
@@ -22,20 +22,20 @@ def test_bias_gradient(dims, options):
         arrays["dropout_key"] = jax.random.key(44)
     static = {"is_causal": options == "causal", "dropout_rate": 0.3 if options == "dropout" else 0.0}
     problem = cases.problem(arrays, **static)
-    got = cases.check("cpu", problem)
+    got = cases.check(kernel, problem)
     assert got["dbias"].shape == shape
     if options == "causal" and dims.endswith("TS"):
         assert np.all(got["dbias"][..., ~np.tri(100, 130, dtype=bool)] == 0)
 
 
 @pytest.mark.parametrize("wanted", [("bias",), ("query",), ("key", "value"), ("bias", "query")], ids="-".join)
-def test_gradients_do_not_depend_on_which_are_wanted(wanted):
+def test_gradients_do_not_depend_on_which_are_wanted(kernel, wanted):
     """BC-44: alone or together, every gradient is the same."""
     arrays = cases.qkv(44, 3, 20, 33, 4, 2, 32) | {"bias": cases.normal(45, 1, 4, 20, 33)}
     problem = cases.problem(arrays, has_dlse=False)
 
     def loss(some):
-        return jnp.sum(cases.call("cpu", problem, arrays | some)[0] * problem.dout)
+        return jnp.sum(cases.call(kernel, problem, arrays | some)[0] * problem.dout)
 
     every = jax.jit(jax.grad(loss))({name: arrays[name] for name in ("query", "key", "value", "bias")})
     some = jax.jit(jax.grad(loss))({name: arrays[name] for name in wanted})
@@ -47,13 +47,13 @@ GROUPS = ((6, 2), (12, 3), (9, 3), (8, 1), (5, 5))
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_groups_equal_repeated_heads(groups):
+def test_groups_equal_repeated_heads(kernel, groups):
     """BC-59 (native-sparse-attention-triton#27, levanter#449): dk, dv wrong when N / K is not K."""
     heads, kv_heads = groups
     problem = cases.problem(cases.qkv(59, 2, 50, 70, heads, kv_heads, 32))
-    got = cases.check("cpu", problem)
+    got = cases.check(kernel, problem)
     repeated = {name: np.repeat(problem.arrays[name], heads // kv_heads, axis=2) for name in ("key", "value")}
-    every = cases.forward_and_gradients("cpu", cases.problem(problem.arrays | repeated))
+    every = cases.forward_and_gradients(kernel, cases.problem(problem.arrays | repeated))
     for name in ("dkey", "dvalue"):
         grouped = every[name].reshape(2, 70, kv_heads, heads // kv_heads, 32)
         np.testing.assert_allclose(got[name], grouped.sum(3), rtol=1e-4, atol=1e-5)
@@ -65,19 +65,19 @@ def test_groups_equal_repeated_heads(groups):
 @pytest.mark.parametrize("window", [None, (30, 10)], ids=str)
 @pytest.mark.parametrize("sizes", [(256, 256), (100, 228)], ids=str)
 @pytest.mark.parametrize("groups", [(8, 2), (6, 2)], ids=str)
-def test_causal_limits_of_packed_groups(groups, sizes, window):
+def test_causal_limits_of_packed_groups(kernel, groups, sizes, window):
     """BC-22 (FA#2528): row limits wrong when the heads of a group share a tile."""
     arrays = cases.qkv(22, 1, *sizes, *groups, 32)
     repeated = {name: np.repeat(arrays[name], groups[0] // groups[1], axis=2) for name in ("key", "value")}
     static = {"is_causal": True, "causal_alignment": "bottom_right", "local_window_size": window}
-    got = cases.check("cpu", cases.problem(arrays, **static), gradients=False)
-    same = cases.forward("cpu", cases.problem(arrays | repeated, **static))
+    got = cases.check(kernel, cases.problem(arrays, **static), gradients=False)
+    same = cases.forward(kernel, cases.problem(arrays | repeated, **static))
     np.testing.assert_allclose(got["out"], same["out"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("T", [1, 2, 4])
 @pytest.mark.parametrize("option", ["causal", "window", "bias", "lengths"])
-def test_few_queries(option, T):
+def test_few_queries(kernel, option, T):
     """BC-23 (FA#708): T = 1, or T equal to the group size, was mistaken for another dim."""
     arrays = cases.qkv(23, 3, T, 77, 8, 2, 64)
     static = {"causal_alignment": "bottom_right"}
@@ -86,7 +86,7 @@ def test_few_queries(option, T):
     if option == "lengths":
         arrays["key_value_seq_lengths"] = np.array([77, 0, 30], np.int32)
     static |= {"causal": {"is_causal": True}, "window": {"local_window_size": (20, 0)}}.get(option, {})
-    cases.check("cpu", cases.problem(arrays, **static))
+    cases.check(kernel, cases.problem(arrays, **static))
 
 
 def test_layout_of_cotangents(implementation):
@@ -112,7 +112,7 @@ def test_layout_of_cotangents(implementation):
         np.testing.assert_allclose(plain[name], right[name], rtol=1e-4, atol=1e-5)
 
 
-def test_layout_of_operands():
+def test_layout_of_operands(kernel):
     """BC-51 (FlagGems#5896, FlagAttention#45): K and V in different layouts inside one program."""
     x, w = cases.normal(51, 2, 40, 24), cases.normal(52, 24, 4, 16)
     fused = cases.normal(53, 2, 80, 3, 4, 16)
@@ -121,7 +121,7 @@ def test_layout_of_operands():
         key = jnp.einsum("bsd,dkh->bksh", x, w).transpose(0, 2, 1, 3)
         return fused[:, ::2, 0], key, fused[:, 1::2, 2]
 
-    attend = lambda *a: jaxflash.attention(*a, is_causal=True, implementation="cpu")  # noqa: E731
+    attend = lambda *a: jaxflash.attention(*a, is_causal=True, implementation=kernel)  # noqa: E731
     fusable = jax.jit(lambda x, fused: attend(*operands(x, fused)))(x, fused)
     contiguous = jax.jit(attend)(*(np.ascontiguousarray(a) for a in jax.jit(operands)(x, fused)))
     assert np.array_equal(fusable, contiguous)
@@ -149,13 +149,13 @@ def test_one_of_the_two_outputs_is_used(implementation, used):
         np.testing.assert_allclose(got[name], right[name], rtol=1e-4, atol=1e-5)
 
 
-def test_mask_that_is_not_mapped():
+def test_mask_that_is_not_mapped(kernel):
     """BC-47 (JAX#23701, JAX#22830): vmap with a bias that is mapped and a mask that is not crashed."""
     arrays = cases.qkv(47, (3, 2), 20, 30, 4, 2, 16)
     bias, mask = cases.normal(48, 3, 2, 4, 20, 30), cases.normal(49, 1, 1, 30) > 0
 
     def attend(arrays, bias):
-        return jaxflash.attention(**arrays, bias=bias, mask=mask, implementation="cpu")
+        return jaxflash.attention(**arrays, bias=bias, mask=mask, implementation=kernel)
 
     out, pullback = jax.vjp(jax.vmap(attend), arrays, bias)
     gradients = pullback(out)

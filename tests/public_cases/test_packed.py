@@ -27,10 +27,10 @@ EMPTY = {
 
 @pytest.mark.parametrize("lengths", EMPTY.values(), ids=EMPTY)
 @pytest.mark.parametrize("spare", [0, 6])
-def test_empty_sequences(lengths, spare):
+def test_empty_sequences(kernel, lengths, spare):
     """BC-28 (FA#1713, FA#2562, FA#1537, FA#1155): garbage, faults and hangs for sequences of length 0."""
     arrays = packed(28, *lengths, spare=spare)
-    got = cases.check("cpu", cases.problem(arrays))
+    got = cases.check(kernel, cases.problem(arrays))
     q_sequence = np.repeat(range(len(lengths[0])), lengths[0])
     k_sequence = np.repeat(range(len(lengths[1])), lengths[1])
     lonely_keys = np.array(lengths[0])[k_sequence] == 0
@@ -48,13 +48,13 @@ def test_empty_sequences_of_the_reference():
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
-def test_one_key_a_sequence(alignment, dtype):
+def test_one_key_a_sequence(kernel, alignment, dtype):
     """BC-11 (FA#443): NaN backward with causal rows that see no key."""
     arrays = packed(11, [76, 34, 146], [1, 1, 1], 2, 2, 32, size=3.0)
     arrays = {name: x.astype(dtype) if x.ndim == 3 and dtype != "bfloat16" else x for name, x in arrays.items()}
     if dtype == "bfloat16":
         arrays |= {name: x for name, x in cases.qkv(11, (), 256, 3, 2, 2, 32, dtype=dtype, size=3.0).items()}
-    got = cases.check("cpu", cases.problem(arrays, is_causal=True, causal_alignment=alignment))
+    got = cases.check(kernel, cases.problem(arrays, is_causal=True, causal_alignment=alignment))
     assert all(np.all(np.isfinite(x.astype(np.float32))) for name, x in got.items() if name != "lse")
     if alignment == "bottom_right":
         sees = np.isin(np.arange(256), [75, 109, 255])
@@ -78,16 +78,16 @@ def test_equals_each_sequence_alone(implementation, option):
     cases.check(implementation, cases.problem(arrays, **static))
 
 
-def test_many_short_sequences():
+def test_many_short_sequences(kernel):
     """BC-31's kind at small sizes: more sequences than a grid dimension holds; first, middle and last are compared."""
     count, length = 66_000, 2
     offsets = np.arange(count + 1, dtype=np.int32) * length
     arrays = cases.qkv(31, (), count * length, count * length, 1, 1, 4)
-    out = jaxflash.flash_mha_varlen(**arrays, cu_seqlens_q=offsets, is_causal=True, implementation="cpu")
+    out = jaxflash.flash_mha_varlen(**arrays, cu_seqlens_q=offsets, is_causal=True, implementation=kernel)
     for first in (0, count // 2, count - 50):
         rows = slice(first * length, (first + 50) * length)
         alone = {name: x[rows].reshape(50, length, 1, 4) for name, x in arrays.items()}
-        wanted = cases.forward("cpu", cases.problem(alone, is_causal=True))["out"]
+        wanted = cases.forward(kernel, cases.problem(alone, is_causal=True))["out"]
         np.testing.assert_allclose(out[rows].reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-6)
 
 
