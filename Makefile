@@ -1,5 +1,7 @@
 # make demo        train, sample and report: the GPT of examples/gpt, a few minutes on two cores
-# make test        the test suite
+# make test        the test suite, without a GPU
+# make test-gpu    the tests of the GPU kernels; fails without a GPU
+# make sanitize    the GPU kernels under compute-sanitizer, which must be installed
 # make benchmark   compare attention implementations; make benchmark ARGS=--check for the CPU bars
 # make lint        formatting, lint and import contracts
 # make venv        build and install the package, with all that the tests need, into $(VENV)
@@ -23,6 +25,9 @@ JAX := $(if $(JAX_VERSION),jax-$(JAX_VERSION),jax-any)
 BUILT = $(VENV)/.built
 INSTALLED = $(VENV)/.installed-$(1)-$(JAX)
 
+# The processes of the GPU tests share one device.
+GPU = JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
+
 define PRINT_REQUIREMENTS
 import sys, tomllib; \
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
@@ -30,7 +35,7 @@ print(*project["dependencies"], *project["optional-dependencies"][sys.argv[1]], 
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test benchmark lint clean
+.PHONY: help venv demo test test-gpu sanitize benchmark lint clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -42,6 +47,12 @@ demo: $(BUILT) $(call INSTALLED,demo)
 
 test: $(BUILT) $(call INSTALLED,test)
 	$(VENV)/bin/python -m pytest --numprocesses auto $(ARGS)
+
+test-gpu: $(BUILT) $(call INSTALLED,test) $(call INSTALLED,gpu)
+	$(GPU) $(VENV)/bin/python -m pytest --numprocesses auto -m gpu --require-gpu $(ARGS)
+
+sanitize: $(BUILT) $(call INSTALLED,test) $(call INSTALLED,gpu)
+	$(VENV)/bin/python tests/sanitize.py $(ARGS)
 
 benchmark: $(BUILT) $(call INSTALLED,benchmark)
 	$(VENV)/bin/python -m benchmarks.attention $(ARGS)

@@ -13,6 +13,7 @@ import jax
 import jaxlib
 
 import jaxflash
+from jaxflash._backends import ffi
 
 
 def describe() -> dict[str, object]:
@@ -28,9 +29,19 @@ def describe() -> dict[str, object]:
             "jax": jax.__version__,
             "jaxlib": jaxlib.__version__,
             "jaxflash": jaxflash.__version__,
+            **cuda_versions(),
         },
         "git_commit": git_commit(),
     }
+
+
+def cuda_versions() -> dict[str, str]:
+    """Of the driver and of what jaxflash's CUDA kernels were built with; empty without a GPU."""
+    if jax.default_backend() != "gpu":
+        return {}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    return {"driver": driver, "jaxflash_cuda": ffi.build_info()["cuda"]}
 
 
 def device_slug(environment: dict) -> str:

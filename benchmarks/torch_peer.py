@@ -14,40 +14,19 @@ import functools
 import itertools
 import json
 import statistics
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import torch
 
 import jaxflash
 from benchmarks import environment
 from benchmarks.contenders import Shape
+from benchmarks.device_timing import program, seconds
 
 TOKENS, HIDDEN = 16_384, 2048
 RESULTS = Path(__file__).parent / "results"
-
-
-def ours(attend: Callable, shape: Shape, is_causal: bool, has_backward: bool, calls: int) -> Callable[[], object]:
-    """`calls` calls of a JAX function in one program, not waited for."""
-    q, k, v, dout = shape.random_inputs(jnp.bfloat16)
-    queries = [jax.random.normal(key, q.shape, q.dtype) for key in jax.random.split(jax.random.key(1), calls)]
-    attend = functools.partial(attend, is_causal=is_causal)
-
-    def one(q, k, v, dout):
-        if not has_backward:
-            return attend(q, k, v)
-        out, pullback = jax.vjp(attend, q, k, v)
-        return out, pullback(dout)
-
-    def every(queries, k, v, dout):
-        return [one(q, k, v, dout) for q in queries]
-
-    run = jax.jit(every, compiler_options={"xla_gpu_enable_command_buffer": ""})
-    return lambda: run(queries, k, v, dout)
 
 
 def theirs(shape: Shape, is_causal: bool, has_backward: bool, calls: int) -> Callable[[], object]:
@@ -68,42 +47,34 @@ def theirs(shape: Shape, is_causal: bool, has_backward: bool, calls: int) -> Cal
     return run
 
 
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    result = run()
-    if any(isinstance(x, torch.Tensor) for x in jax.tree.leaves(result)):
+def wait(results) -> None:
+    if any(isinstance(x, torch.Tensor) for x in jax.tree.leaves(results)):
         torch.cuda.synchronize()
     else:
-        jax.block_until_ready(result)
-    return time.perf_counter() - start
+        jax.block_until_ready(results)
 
 
 def measure(implementations, shape: Shape, is_causal: bool, has_backward: bool, rounds: int, calls: int) -> dict:
     """Median TFLOP/s of each contender in one cell."""
     contenders = {
-        f"jaxflash-{name}": ours(
-            functools.partial(jaxflash.attention, implementation=name), shape, is_causal, has_backward, calls
+        f"jaxflash-{name}": program(
+            functools.partial(jaxflash.attention, implementation=name, is_causal=is_causal), shape, has_backward, calls
         )
         for name in implementations
         if shape.H <= 128 or name != "fa1"
     }
     contenders["torch-fa2"] = theirs(shape, is_causal, has_backward, calls)
     if shape.H <= 128:  # beyond, its backward and, for some lengths, its forward refuse
-        cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-        contenders["jax-cudnn"] = ours(cudnn, shape, is_causal, has_backward, calls)
+        cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=is_causal)
+        contenders["jax-cudnn"] = program(cudnn, shape, has_backward, calls)
     samples = {name: [] for name in contenders}
     for run in contenders.values():
-        seconds(run)
+        seconds(run, wait)
     for _ in range(rounds):
         for name, run in contenders.items():
-            samples[name].append(seconds(run) / calls)
+            samples[name].append(seconds(run, wait) / calls)
     flops = shape.flops(is_causal=is_causal, has_backward=has_backward)
     return {name: flops / statistics.median(times) / 1e12 for name, times in samples.items()}
-
-
-def driver_version() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def main():
@@ -136,7 +107,7 @@ def main():
         print(f"{name} {kind}: {mean:.3f} times torch-fa2, {min(ratios):.3f} to {max(ratios):.3f}")
 
     facts = environment.describe()
-    facts["versions"] |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver_version()}
+    facts["versions"] |= {"torch": torch.__version__}
     path = RESULTS / f"torch-peer-{facts['date'][:10]}-{environment.device_slug(facts)}.json"
     path.write_text(json.dumps({"environment": facts, "unit": "TFLOP/s, medians", "rows": rows}, indent=1) + "\n")
     print(f"written: {path}")

@@ -169,6 +169,11 @@ def targets() -> tuple[str, ...]:
     return () if _C is None else tuple(_C.registrations())
 
 
+def build_info() -> dict[str, object]:
+    """Facts about the compiled library."""
+    return _C.build_info()
+
+
 def run(call: KernelCall, *arrays) -> tuple[jax.Array, ...]:
     """One kernel call on the arrays of one device; returns the arrays that `call.result_names` names."""
     operands, extra = call.operands(arrays)

@@ -1,0 +1,88 @@
+"""Time of block-sparse attention against the share of blocks that is kept: `python -m benchmarks.block_sparse`.
+
+Each share keeps that many blocks of 128 x 128, drawn uniformly. `efficiency` is the time of the same kernel with every
+block kept, times the share, over the time measured: 1 = zero blocks cost nothing. `speedup` is against the same call
+without a block mask. Contenders take turns; medians count. Writes benchmarks/results/block-sparse-<date>-<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxflash
+from benchmarks import environment
+from benchmarks.contenders import Shape
+from benchmarks.device_timing import program, seconds
+
+BLOCK = 128
+SHARES = (1.0, 0.25, 0.0625)
+RESULTS = Path(__file__).parent / "results"
+
+
+def blocks_of(share: float, length: int) -> jnp.ndarray:
+    """[1, 1, length / BLOCK, length / BLOCK] bool, exactly that share of them True."""
+    count = length // BLOCK
+    kept = np.zeros(count * count, bool)
+    kept[: round(share * kept.size)] = True
+    return jnp.asarray(np.random.default_rng(0).permutation(kept).reshape(1, 1, count, count))
+
+
+def measure(implementation: str, shape: Shape, has_backward: bool, rounds: int, calls: int) -> dict:
+    """Milliseconds a call for each share, and without a block mask."""
+
+    def attend(q, k, v, blocks=None):
+        mask = None if blocks is None else jaxflash.BlockMask(blocks, BLOCK, BLOCK)
+        return jaxflash.attention(q, k, v, block_mask=mask, implementation=implementation)
+
+    run = functools.partial(program, attend, shape, has_backward, calls)
+    contenders = {"no block mask": run()} | {str(share): run(blocks_of(share, shape.T)) for share in SHARES}
+    samples = {name: [] for name in contenders}
+    for contender in contenders.values():
+        seconds(contender)
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            samples[name].append(1e3 * seconds(contender) / calls)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--implementations", nargs="+", default=["fa2", "fa1"])
+    parser.add_argument("--length", type=int, default=16_384)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=3, help="calls a round")
+    options = parser.parse_args()
+
+    rows = []
+    for implementation, head_dim, has_backward in itertools.product(options.implementations, (64, 128), (False, True)):
+        shape = Shape(B=1, T=options.length, S=options.length, N=options.heads, K=options.heads, H=head_dim)
+        times = measure(implementation, shape, has_backward, options.rounds, options.calls)
+        for share in SHARES[1:]:
+            row = {"implementation": implementation, "head_dim": head_dim, "has_backward": has_backward, "share": share}
+            row["milliseconds"] = times[str(share)]
+            row["efficiency"] = share * times["1.0"] / times[str(share)]
+            row["speedup"] = times["no block mask"] / times[str(share)]
+            rows.append(row)
+            kind = "forward+backward" if has_backward else "forward"
+            print(
+                f"{implementation} d={head_dim:<4}{kind:17}{share:7.2%} of blocks: {row['milliseconds']:7.3f} ms, "
+                f"efficiency {row['efficiency']:.3f}, {row['speedup']:.2f} times as fast as without a block mask",
+                flush=True,
+            )
+    facts = environment.describe()
+    path = RESULTS / f"block-sparse-{facts['date'][:10]}-{environment.device_slug(facts)}.json"
+    path.write_text(json.dumps({"environment": facts, "length": options.length, "rows": rows}, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
