@@ -110,14 +110,8 @@ class ForwardJob : public Job {
   ForwardJob(ForwardParams params, const SequenceInputs& inputs, OffsetTables tables,
              Workspace workspace, int64_t num_threads)
       : params_(params) {
-    tables_ = std::move(tables);
-    workspace_ = workspace;
-    sequences_ = make_sequences(params_.attention, inputs);
-    num_workers_ =
-        count_workers(2 * product_work(params_.attention, sequences_), workspace, num_threads);
-    number_tasks(&params_.attention, &sequences_, num_workers_);
-    num_tasks_ = params_.attention.num_query_tasks;
-    num_workers_ = std::clamp<int64_t>(num_tasks_, 1, num_workers_);
+    set_up(&params_.attention, inputs, std::move(tables), workspace, 2, num_threads);
+    set_num_tasks(params_.attention.num_query_tasks);
   }
 
  protected:
@@ -134,16 +128,10 @@ class BackwardJob : public Job {
   BackwardJob(BackwardParams params, const SequenceInputs& inputs, OffsetTables tables,
               Workspace workspace, int64_t num_threads)
       : params_(params) {
-    tables_ = std::move(tables);
-    workspace_ = workspace;
-    sequences_ = make_sequences(params_.attention, inputs);
-    num_workers_ =
-        count_workers(7 * product_work(params_.attention, sequences_), workspace, num_threads);
-    number_tasks(&params_.attention, &sequences_, num_workers_);
+    set_up(&params_.attention, inputs, std::move(tables), workspace, 7, num_threads);
     number_bias_tasks();
-    num_tasks_ = params_.attention.num_kv_tasks + params_.attention.num_query_tasks +
-                 params_.dbias.num_tasks;
-    num_workers_ = std::clamp<int64_t>(num_tasks_, 1, num_workers_);
+    set_num_tasks(params_.attention.num_kv_tasks + params_.attention.num_query_tasks +
+                  params_.dbias.num_tasks);
   }
 
  protected:
@@ -174,6 +162,21 @@ class BackwardJob : public Job {
 };
 
 }  // namespace
+
+void Job::set_up(AttentionParams* params, const SequenceInputs& inputs, OffsetTables tables,
+                 Workspace workspace, int num_products, int64_t num_threads) {
+  tables_ = std::move(tables);
+  workspace_ = workspace;
+  sequences_ = make_sequences(*params, inputs);
+  num_workers_ =
+      count_workers(num_products * product_work(*params, sequences_), workspace, num_threads);
+  number_tasks(params, &sequences_, num_workers_);
+}
+
+void Job::set_num_tasks(int64_t num_tasks) {
+  num_tasks_ = num_tasks;
+  num_workers_ = std::clamp<int64_t>(num_tasks, 1, num_workers_);
+}
 
 void Job::work(int64_t slot) {
   float* scratch = workspace_.data + slot * workspace_.slot_floats;

@@ -43,13 +43,17 @@ class Job {
  protected:
   virtual void run_task(int64_t task, float* scratch) const = 0;
 
+  // The tables of sequences and tasks; num_products: matrix products of the direction.
+  void set_up(AttentionParams* params, const SequenceInputs& inputs, OffsetTables tables,
+              Workspace workspace, int num_products, int64_t num_threads);
+  void set_num_tasks(int64_t num_tasks);
+
+ private:
   std::vector<Sequence> sequences_;
   OffsetTables tables_;
   Workspace workspace_{};
   int64_t num_tasks_ = 0;
   int64_t num_workers_ = 1;
-
- private:
   std::atomic<int64_t> next_task_{0};
 };
 
