@@ -162,16 +162,16 @@ def test_repeats_on_a_busy_gpu(kernel, sizes):
 # --- Sizes that overflow --------------------------------------------------------------------------------------------
 
 
-def gradients(kernel, arrays, **options):
+def gradients(kernel, arrays, mask=None, **options):
     """out, lse and the gradients of query, key, value for cotangents out and lse."""
 
     @jax.jit
-    def run(*arrays):
-        attend = functools.partial(jaxflash.attention, return_residual=True, implementation=kernel, **options)
-        (out, lse), pullback = jax.vjp(attend, *arrays)
+    def run(arrays, mask):
+        every_option = {"mask": mask, "return_residual": True, "implementation": kernel} | options
+        (out, lse), pullback = jax.vjp(functools.partial(jaxflash.attention, **every_option), *arrays)
         return out, lse, *pullback((out, jnp.where(jnp.isfinite(lse), lse, 0)))
 
-    return run(*arrays)
+    return run(arrays, mask)
 
 
 @every_kernel
@@ -227,7 +227,8 @@ def test_mask_past_two_to_the_32_elements(kernel):
 def test_very_many_sequences(kernel, count):
     """BC-31 (FA#1786): the first, middle and last of many packed sequences."""
     length = 16
-    query, key, value = (x[0] for x in qkv(B=1, T=count * length, S=count * length, N=1, K=1, H=64, dtype="bfloat16"))
+    tokens = count * length
+    query, key, value = (x[0] for x in qkv(B=1, T=tokens, S=tokens, N=1, K=1, H=64, Hv=64, dtype="bfloat16"))
     offsets = jnp.arange(count + 1, dtype=jnp.int32) * length
     out = jaxflash.flash_mha_varlen(query, key, value, offsets, is_causal=True, implementation=kernel)
     for first in (0, count // 2, count - 100):

@@ -61,18 +61,18 @@ def test_only_the_bias_gradient_that_is_wanted_is_computed(kernel):
     assert "f32[0]" not in backward_results(with_bias)
 
 
-@pytest.mark.parametrize("shape", [(8, 16, 256, 256), (1, 1, 256, 256)])
+@pytest.mark.parametrize("shape", [(8, 16, 2048, 2048), (1, 1, 2048, 2048)])
 def test_a_mask_costs_no_memory_in_the_gradient(kernel, shape):
-    """BC-53 (JAX#34685, JAX#39512): no [B, N, T, S] buffer."""
-    q, k, v = qkv(B=8, T=256, S=256, N=16, K=16, H=16, Hv=16, dtype=jnp.bfloat16)
-    mask = jnp.ones(shape, bool)
+    """BC-53 (JAX#34685, JAX#39512): no [B, N, T, S] buffer, which would be 1 GiB."""
+    q = k = v = jax.ShapeDtypeStruct((8, 2048, 16, 64), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct(shape, bool)
 
     def loss(q, k, v, mask):
         out = jaxflash.attention(q, k, v, mask=mask, implementation=kernel)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, mask).compile().memory_analysis()
-    assert memory.temp_size_in_bytes <= 3 * (q.nbytes + k.nbytes + v.nbytes)
+    assert memory.temp_size_in_bytes <= 268e6  # twice the size of q, k, v and out
 
 
 def test_lse_gradient_and_unused_outputs(implementation):
