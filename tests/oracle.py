@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 FORWARD_FACTOR = 2.0
@@ -301,9 +302,10 @@ def assert_no_worse_than(ours: dict, baseline: Result, ref64: Result, label: str
     """Every array of `ours` is at most FORWARD_FACTOR or BACKWARD_FACTOR times as far from ref64 as the baseline is.
 
     The baseline can be exact by luck where there are few elements, so a floor is added: one rounding to the array's
-    dtype, and the float32 rounding of the logits and of a few operations, both relative to the magnitude of the terms
-    that were summed. The gradients of bias and sinks, whatever their dtype, are allowed one rounding to query's: they
-    are sums of P * (dP - delta), where delta = sum(dout * out) holds out as it was rounded (FlashAttention-2, Alg. 2).
+    dtype (near 0 half its smallest subnormal), and the float32 rounding of the logits and of a few operations, both
+    relative to the magnitude of the terms that were summed. The gradients of bias and sinks, whatever their dtype, are
+    allowed one rounding to query's: they are sums of P * (dP - delta), where delta = sum(dout * out) holds out as it
+    was rounded (FlashAttention-2, Alg. 2).
     """
     right, plain = ref64.named(), baseline.named()
     for name, got in ours.items():
@@ -314,7 +316,7 @@ def assert_no_worse_than(ours: dict, baseline: Result, ref64: Result, label: str
             floor = sums + 2 * unit32 * ref64.magnitudes["lse"]
         else:
             unit = max(UNIT_ROUNDOFF[got.dtype.name], UNIT_ROUNDOFF[ours["out"].dtype.name], unit32)
-            floor = (unit + sums) * ref64.magnitudes[name]
+            floor = (unit + sums) * ref64.magnitudes[name] + float(ml_dtypes.finfo(got.dtype).smallest_subnormal) / 2
         assert_close(f"{label}{name}", got, plain[name], right[name], factor, floor)
 
 

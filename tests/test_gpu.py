@@ -91,6 +91,23 @@ def test_table(kernel, case):
         cases.check(kernel, cases.build(adapted(kernel, case), dtype))
 
 
+@every_kernel
+@pytest.mark.parametrize("T", [3, 150], ids=["decode", "long"])
+def test_nan_is_seen_by_its_rows_alone(kernel, T):
+    """A row of NaN gives NaN and not the 0 of a row that sees no key; a NaN key reaches the rows that see it."""
+    query, key, value = (np.array(x) for x in qkv(B=2, T=T, S=700, N=4, K=2, H=64, Hv=64, dtype="bfloat16"))
+    attend = functools.partial(jaxflash.attention, is_causal=True, return_residual=True, implementation=kernel)
+    right = attend(query, key, value)
+    query[1, 2, 3], key[0, 1, 1] = np.nan, np.nan
+    for x, wanted in zip(attend(query, key, value), right, strict=True):
+        is_nan = np.isnan(np.asarray(x, np.float32)).reshape(2, T, 4, -1)
+        expected = np.zeros((2, T, 4, 1), bool)
+        expected[1, 2, 3] = expected[0, 1:, 2:] = True
+        np.testing.assert_array_equal(is_nan, np.broadcast_to(expected, is_nan.shape))
+        same = np.broadcast_to(~expected[..., 0], x.shape[:3])
+        np.testing.assert_array_equal(np.asarray(x)[same], np.asarray(wanted)[same])
+
+
 # --- The same bits every time ---------------------------------------------------------------------------------------
 
 
@@ -157,6 +174,37 @@ def test_repeats_on_a_busy_gpu(kernel, sizes):
     finally:
         done.set()
         worker.join()
+
+
+BIASES = ("BNTS", "1NTS", "B1TS", "BN1S", "BNT1", "11TS", "1N11", "B11S", "1111")
+
+
+@pytest.mark.parametrize("dims", BIASES)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_float32", [False, True], ids=["half", "float32"])
+def test_gradient_of_a_bias_repeats(dims, seed, is_float32):
+    """Whatever the bias is broadcast over, on and off the tiles, right and the same to the bit."""
+    rng = np.random.default_rng([seed, BIASES.index(dims)])
+    case = cases.Case(
+        f"bias-{dims}-{seed}",
+        batch=((3,), (2, 3))[seed % 2],
+        T=int(rng.integers(1, 300)),
+        S=int(rng.integers(1, 300)),
+        N=6,
+        K=(6, 3, 2, 1)[seed],
+        H=(64, 33, 128, 200)[seed],
+        Hv=(64, 128, 72, 256)[seed],
+        bias=("", "A", "", "1")[seed] + dims,
+        bias_dtype=("float32", *HALF)[seed % 3],
+        is_causal=seed == 1,
+        logits_soft_cap=5.0 if seed == 2 else None,
+        dropout_rate=0.3 if seed == 3 else 0.0,
+        has_kv_lengths=seed == 0,
+    )
+    problem = cases.build(case, "float32" if is_float32 else HALF[seed % 2], seed)
+    first = cases.check("fa2", problem, deterministic=True)
+    for _ in range(3):
+        cases.assert_same_bits(cases.forward_and_gradients("fa2", problem, deterministic=True), first)
 
 
 # --- Sizes that overflow --------------------------------------------------------------------------------------------

@@ -100,6 +100,14 @@ __device__ __forceinline__ void kv_range(const Window& see, int row_begin, int r
   if (row_begin >= see.query_len) *end = *begin;
 }
 
+// The keys [begin, end) that every row of [row_begin, row_end) below query_len meets; end <= begin
+// where there is none.
+__device__ __forceinline__ void common_kv_range(const Window& see, int row_begin, int row_end,
+                                                int* begin, int* end) {
+  *begin = clamp(min(row_end, see.query_len) - 1 + see.window_low, 0, see.kv_len);
+  *end = clamp(row_begin + see.window_high + 1, 0, see.kv_len);
+}
+
 // The rows [begin, end) that the window lets meet keys [column_begin, column_end).
 __device__ __forceinline__ void query_range(const Window& see, int column_begin, int column_end,
                                             int* begin, int* end) {

@@ -8,32 +8,15 @@
 #include "ffi/attrs.h"
 #include "ffi/checks.h"
 #include "ffi/handlers.h"
-#if __has_include("launch/fa1.h")
-#include "launch/fa1.h"
-#endif
 #include "launch/fa2.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxflash::ffi {
 namespace {
 
-#if __has_include("launch/fa1.h")
-struct Fa1 {
-  static constexpr const char* kName = "fa1";
-  static constexpr auto refusal = launch::fa1_refusal;
-  static constexpr auto forward = launch::fa1_forward;
-  static constexpr auto backward = launch::fa1_backward;
-  static int64_t forward_workspace_floats(const launch::WorkspaceSizes& s) {
-    return launch::fa1_forward_workspace_floats(s.B, s.T, s.S, s.N, s.H, s.Hv);
-  }
-  static int64_t backward_workspace_floats(const launch::WorkspaceSizes& s) {
-    return launch::fa1_backward_workspace_floats(s.B, s.T, s.S, s.N, s.H, s.Hv);
-  }
-};
-#endif
-
 struct Fa2 {
   static constexpr const char* kName = "fa2";
+  static constexpr bool kTakesSinks = true;
   static const char* refusal(const AttentionParams& params, const SequenceInputs&) {
     return launch::fa2_refusal(params);
   }
@@ -99,7 +82,9 @@ xla::ffi::Error run_backward(cudaStream_t stream, xla::ffi::RemainingArgs operan
   if (reader.failed()) return reader.error();
   launch::WorkspaceSizes sizes = sizes_of(params.attention, inputs);
   const BiasGradient& dbias = params.dbias;
-  if (dbias.data != nullptr && params.attention.bias.dtype != DataType::kFloat32) {
+  const bool is_summed_in_place =
+      params.attention.bias.dtype == DataType::kFloat32 && !attrs.is_deterministic;
+  if (dbias.data != nullptr && !is_summed_in_place) {
     sizes.dbias_elements = dbias.num_batches * dbias.num_heads * dbias.num_rows * dbias.num_columns;
   }
   sizes.is_deterministic = attrs.is_deterministic;
@@ -122,9 +107,5 @@ xla::ffi::Error run_backward(cudaStream_t stream, xla::ffi::RemainingArgs operan
                                     .Attrs<jaxflash::ffi::AttentionAttrs>(),       \
                                 {xla::ffi::Traits::kCmdBufferCompatible})
 
-#if __has_include("launch/fa1.h")
-JF_CUDA_HANDLER(jaxflash_fa1_forward_v1, jaxflash::ffi::run_forward<jaxflash::ffi::Fa1>);
-JF_CUDA_HANDLER(jaxflash_fa1_backward_v1, jaxflash::ffi::run_backward<jaxflash::ffi::Fa1>);
-#endif
 JF_CUDA_HANDLER(jaxflash_fa2_forward_v1, jaxflash::ffi::run_forward<jaxflash::ffi::Fa2>);
 JF_CUDA_HANDLER(jaxflash_fa2_backward_v1, jaxflash::ffi::run_backward<jaxflash::ffi::Fa2>);

@@ -12,7 +12,7 @@
 
 namespace jaxflash::launch {
 
-// Why these arguments cannot run, or nullptr. dtype is float16 or bfloat16.
+// Why these arguments cannot run, or nullptr.
 const char* fa2_refusal(const AttentionParams& params);
 
 // workspace: [fa2_..._workspace_floats(sizes)], need not be initialised.

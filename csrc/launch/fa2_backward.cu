@@ -12,16 +12,27 @@ namespace jaxflash {
   fa2_sm80::run_backward<fa2_sm80::Config, Element, fa2_sm80::Features::kFeatures>(     \
       const BackwardParams&, const SequenceInputs&, const fa2_sm80::BackwardWorkspace&, \
       cudaStream_t);
-#define JF_DECLARE_ALL(Config)                \
-  JF_DECLARE(Config, __nv_bfloat16, kPlain)   \
-  JF_DECLARE(Config, __nv_bfloat16, kGeneral) \
-  JF_DECLARE(Config, __half, kPlain)          \
-  JF_DECLARE(Config, __half, kGeneral)
-JF_DECLARE_ALL(BackwardConfig64)
-JF_DECLARE_ALL(BackwardConfig128)
-JF_DECLARE_ALL(BackwardConfig256)
-JF_DECLARE_ALL(BackwardConfig256Small)
-#undef JF_DECLARE_ALL
+#define JF_DECLARE_HALF(Config, kFeatures)     \
+  JF_DECLARE(Config, __nv_bfloat16, kFeatures) \
+  JF_DECLARE(Config, __half, kFeatures)
+#define JF_DECLARE_FLOAT(Config)    \
+  JF_DECLARE(Config, float, kPlain) \
+  JF_DECLARE(Config, float, kGeneral)
+JF_DECLARE_HALF(BackwardConfig64, kPlain)
+JF_DECLARE_HALF(BackwardConfig64, kGeneral)
+JF_DECLARE_HALF(BackwardConfig128, kPlain)
+JF_DECLARE_HALF(BackwardConfig128, kGeneral)
+JF_DECLARE_HALF(BackwardRolesConfig128, kPlain)
+JF_DECLARE_HALF(BackwardConfig256, kGeneral)
+JF_DECLARE_HALF(BackwardRolesConfig256, kPlain)
+JF_DECLARE_HALF(BackwardConfig256Small, kPlain)
+JF_DECLARE_HALF(BackwardConfig256Small, kGeneral)
+JF_DECLARE_FLOAT(BackwardConfigFloat64)
+JF_DECLARE_FLOAT(BackwardConfigFloat128)
+JF_DECLARE_FLOAT(BackwardConfigFloat256)
+JF_DECLARE_FLOAT(BackwardConfigFloat256Small)
+#undef JF_DECLARE_FLOAT
+#undef JF_DECLARE_HALF
 #undef JF_DECLARE
 
 }  // namespace jaxflash
@@ -47,35 +58,80 @@ struct WorkspaceParts {
 WorkspaceParts workspace_parts(int64_t query_tiles, int64_t head_dim, int64_t dbias_elements,
                                bool is_deterministic) {
   constexpr int64_t kStatistics = sizeof(fa2_sm80::RowStatistics) / sizeof(float);
-  const int64_t sums = is_deterministic ? 0 : fa2_sm80::kBackwardBlockQ * head_dim;
-  return {query_tiles * kStatistics, query_tiles * sums, dbias_elements};
+  if (is_deterministic) {
+    return {query_tiles * kStatistics, 0, fa2_sm80::bias_part_floats(dbias_elements)};
+  }
+  return {query_tiles * kStatistics, query_tiles * fa2_sm80::kBackwardBlockQ * head_dim,
+          dbias_elements};
 }
 
 int64_t query_slots(int64_t T, int64_t num_sequences, bool is_packed) {
   return device::tiles_per_batch(T, num_sequences, is_packed, fa2_sm80::kBackwardBlockQ);
 }
 
-template <class Config, class Element>
-cudaError_t run_features(const Call& call) {
-  return fa2_sm80::features_needed(call.params.attention) == Features::kPlain
-             ? fa2_sm80::run_backward<Config, Element, Features::kPlain>(
-                   call.params, call.inputs, call.workspace, call.stream)
-             : fa2_sm80::run_backward<Config, Element, Features::kGeneral>(
-                   call.params, call.inputs, call.workspace, call.stream);
+template <class Config, class Element, Features kFeatures>
+cudaError_t run(const Call& call) {
+  return fa2_sm80::run_backward<Config, Element, kFeatures>(call.params, call.inputs,
+                                                            call.workspace, call.stream);
 }
 
+// The config of each head dim; a Large one is taken where a CTA may have the shared memory it
+// wants, which compute capability 8.0 does not give.
+template <class Element, Features kFeatures>
+struct Configs {
+  using Of64 = fa2_sm80::BackwardConfig64;
+  using Of128 = fa2_sm80::BackwardConfig128;
+  using Of128Large = fa2_sm80::BackwardConfig128;
+  using Of256 = fa2_sm80::BackwardConfig256Small;
+  using Of256Large = fa2_sm80::BackwardConfig256;
+};
 template <class Element>
+struct Configs<Element, Features::kPlain> {
+  using Of64 = fa2_sm80::BackwardConfig64;
+  using Of128 = fa2_sm80::BackwardConfig128;
+  using Of128Large = fa2_sm80::BackwardRolesConfig128;
+  using Of256 = fa2_sm80::BackwardConfig256Small;
+  using Of256Large = fa2_sm80::BackwardRolesConfig256;
+};
+struct FloatConfigs {
+  using Of64 = fa2_sm80::BackwardConfigFloat64;
+  using Of128 = fa2_sm80::BackwardConfigFloat128;
+  using Of128Large = fa2_sm80::BackwardConfigFloat128;
+  using Of256 = fa2_sm80::BackwardConfigFloat256Small;
+  using Of256Large = fa2_sm80::BackwardConfigFloat256;
+};
+template <>
+struct Configs<float, Features::kPlain> : FloatConfigs {};
+template <>
+struct Configs<float, Features::kGeneral> : FloatConfigs {};
+
+template <class Config, class LargeConfig, class Element, Features kFeatures>
+cudaError_t run_largest(const Call& call, int shared_bytes) {
+  return shared_bytes >= LargeConfig::kSharedBytes ? run<LargeConfig, Element, kFeatures>(call)
+                                                   : run<Config, Element, kFeatures>(call);
+}
+
+template <class Element, Features kFeatures>
 cudaError_t run_head_dim(const Call& call, int64_t head_dim) {
-  if (head_dim == 64) return run_features<fa2_sm80::BackwardConfig64, Element>(call);
-  if (head_dim == 128) return run_features<fa2_sm80::BackwardConfig128, Element>(call);
+  using Of = Configs<Element, kFeatures>;
+  if (head_dim == 64) return run<typename Of::Of64, Element, kFeatures>(call);
   int device = 0, shared_bytes = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  return shared_bytes >= fa2_sm80::BackwardConfig256::kSharedBytes
-             ? run_features<fa2_sm80::BackwardConfig256, Element>(call)
-             : run_features<fa2_sm80::BackwardConfig256Small, Element>(call);
+  return head_dim == 128
+             ? run_largest<typename Of::Of128, typename Of::Of128Large, Element, kFeatures>(
+                   call, shared_bytes)
+             : run_largest<typename Of::Of256, typename Of::Of256Large, Element, kFeatures>(
+                   call, shared_bytes);
+}
+
+template <class Element>
+cudaError_t run_features(const Call& call, int64_t head_dim) {
+  return fa2_sm80::features_needed(call.params.attention) == Features::kPlain
+             ? run_head_dim<Element, Features::kPlain>(call, head_dim)
+             : run_head_dim<Element, Features::kGeneral>(call, head_dim);
 }
 
 // Where the gradient of the bias is summed, cleared.
@@ -106,15 +162,23 @@ cudaError_t fa2_backward(const BackwardParams& params, const SequenceInputs& inp
   call.workspace.slots = static_cast<int>(slots);
   call.workspace.statistics = reinterpret_cast<fa2_sm80::RowStatistics*>(workspace);
   call.workspace.dq = is_deterministic ? nullptr : workspace + parts.statistics;
-  if (params.dbias.data != nullptr) {
+  if (params.dbias.data != nullptr && is_deterministic) {
+    call.workspace.dbias_parts = workspace + parts.statistics + parts.dq;
+  } else if (params.dbias.data != nullptr) {
     call.workspace.dbias = attention.bias.dtype == DataType::kFloat32
                                ? static_cast<float*>(params.dbias.data)
                                : workspace + parts.statistics + parts.dq;
     const cudaError_t error = clear_bias_sums(params.dbias, call.workspace.dbias, stream);
     if (error != cudaSuccess) return error;
   }
-  return attention.dtype == DataType::kBFloat16 ? run_head_dim<__nv_bfloat16>(call, head_dim)
-                                                : run_head_dim<__half>(call, head_dim);
+  switch (attention.dtype) {
+    case DataType::kBFloat16:
+      return run_features<__nv_bfloat16>(call, head_dim);
+    case DataType::kFloat16:
+      return run_features<__half>(call, head_dim);
+    default:
+      return run_features<float>(call, head_dim);
+  }
 }
 
 }  // namespace jaxflash::launch

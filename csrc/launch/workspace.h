@@ -9,7 +9,8 @@ namespace jaxflash::launch {
 struct WorkspaceSizes {
   int64_t B, T, S, N, K, H, Hv;
   int64_t num_sequences;   // of a packed batch entry, -1 where nothing is packed
-  int64_t dbias_elements;  // of a bias gradient that is wanted and not float32, else 0
+  int64_t dbias_elements;  // of a bias gradient that is wanted and either not float32 or
+                           // deterministic, else 0
   bool is_deterministic;
 };
 

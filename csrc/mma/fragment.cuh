@@ -1,12 +1,14 @@
-// Accumulators of a warp: tiles of 16 rows x 8 columns, float32 (ownership: ptx/mma.cuh).
+// Fragments of a warp's products: operands of 16 rows x 16 k and 16 k x 8 columns, accumulators of
+// 16 rows x 8 columns (ownership: ptx/mma.cuh).
 #pragma once
 
-#include <cstdint>
-
 #include "ptx/math.cuh"
-#include "ptx/mma.cuh"
 
 namespace jaxflash::mma {
+
+// The pairs of a fragment `a`, or of two fragments `b` that are loaded together.
+template <class Element>
+using Fragment = ptx::Pair<Element>[4];
 
 // values[i][j] is the d fragment of rows 16 i.. and columns 8 j..
 template <int kTilesM, int kTilesN>
@@ -30,7 +32,7 @@ struct Accumulator {
   // Columns 16 k.. of rows 16 i.., rounded to Element, as the fragment `a` of a following product:
   // the two d fragments side by side hold exactly the elements that `a` wants in each lane.
   template <class Element>
-  __device__ __forceinline__ void as_a(int i, int k, uint32_t (&a)[4]) const {
+  __device__ __forceinline__ void as_a(int i, int k, Fragment<Element>& a) const {
     a[0] = ptx::pack<Element>(values[i][2 * k][0], values[i][2 * k][1]);
     a[1] = ptx::pack<Element>(values[i][2 * k][2], values[i][2 * k][3]);
     a[2] = ptx::pack<Element>(values[i][2 * k + 1][0], values[i][2 * k + 1][1]);

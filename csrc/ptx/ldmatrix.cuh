@@ -5,11 +5,6 @@
 
 namespace jaxflash::ptx {
 
-// Address of a shared-memory object in the shared window, as PTX instructions take it.
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // ldmatrix.sync.aligned.m8n8.x4.shared.b16 (PTX ISA 6.5, sm_75).
 // Lane 8 m + r gives the address of row r of matrix m (16 bytes, 16-byte aligned); lane l receives
 // in registers[m] the elements (row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1) of matrix m.

@@ -1,10 +1,11 @@
-// Single instructions that C++ has no name for: exp2 and the packing of two floats into 32 bits.
+// Single instructions that C++ has no name for: exp2 and the rounding of two floats into a pair.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace jaxflash::ptx {
 
@@ -15,10 +16,19 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return result;
 }
 
-// cvt.rn.{bf16x2, f16x2}.f32 (PTX ISA 7.0, sm_80): rounds two floats to nearest; `low` lands in the
-// low half, which is the lower column of a fragment. Any thread.
+// Two adjacent elements of a row: one register of 16-bit elements, two of floats.
 template <class Element>
-__device__ __forceinline__ uint32_t pack(float low, float high);
+using Pair = std::conditional_t<sizeof(Element) == 2, uint32_t, float2>;
+
+// cvt.rn.{bf16x2, f16x2}.f32 (PTX ISA 7.0, sm_80): rounds two floats to nearest; `low` lands in the
+// low half, which is the lower column of a fragment. Floats stay as they are. Any thread.
+template <class Element>
+__device__ __forceinline__ Pair<Element> pack(float low, float high);
+
+template <>
+__device__ __forceinline__ float2 pack<float>(float low, float high) {
+  return make_float2(low, high);
+}
 
 template <>
 __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
@@ -32,6 +42,20 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   uint32_t result;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
   return result;
+}
+
+// The inverse of pack: {low, high}. Any thread.
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t pair);
+
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
 }  // namespace jaxflash::ptx

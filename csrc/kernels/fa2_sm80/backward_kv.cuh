@@ -28,7 +28,7 @@ namespace jaxflash::fa2_sm80 {
 
 struct WarpPlace {
   int lane_idx;
-  int kv_row;     // of the tile: this warp's 32 keys
+  int kv_row;     // of the tile: first of this warp's keys
   int kv_column;  // first of its columns of dK and dV
   int dq_row, dq_column;
   int warp_d;
@@ -45,6 +45,27 @@ __device__ __forceinline__ WarpPlace locate_warp(int thread_idx) {
   warp.dq_row = warp_idx % Config::kWarpsQ * 32;
   warp.dq_column = warp_idx / Config::kWarpsQ * Config::kWarpColumnsDQ;
   return warp;
+}
+
+// Order of the CTAs. A head is one KV head of one batch entry; `heads_together` of them form a
+// block, in which the first tiles of all heads come first: for causal calls the longest.
+struct KvGrid {
+  int tiles;  // of a head
+  int heads_together;
+};
+
+struct KvTilePlace {
+  int tile, kv_head, batch;
+};
+
+__device__ __forceinline__ KvTilePlace locate_kv_tile(const AttentionParams& params,
+                                                      const KvGrid& grid) {
+  const int K = static_cast<int>(params.K), num_heads = static_cast<int>(params.B) * K;
+  const int block_ctas = grid.tiles * grid.heads_together;
+  const int first_head = blockIdx.x / block_ctas * grid.heads_together;
+  const int heads = min(grid.heads_together, num_heads - first_head);  // of this block
+  const int place = blockIdx.x % block_ctas, head = first_head + place % heads;
+  return {place / heads, head % K, head / K};
 }
 
 // The (head, query tile) pairs that an owned tile of keys meets, heads outside.
@@ -105,10 +126,10 @@ struct QueryStream {
 
 // The share of dV or dK that comes from the chunks of the other warps with this warp's keys.
 template <class Config, class Element>
-__device__ __forceinline__ void accumulate_others(
-    const mma::SharedTile<Config::kBlockKV, Config::kBlockQ>& left,
-    const mma::SharedTile<Config::kBlockQ, Config::kHeadDim>& right, const WarpPlace& warp,
-    KvGradient<Config>& gradient) {
+__device__ __forceinline__ void accumulate_others(const typename Config::ScoreTile& left,
+                                                  const typename Config::QTile& right,
+                                                  const WarpPlace& warp,
+                                                  KvGradient<Config>& gradient) {
 #pragma unroll 1
   for (int other = 1; other < Config::kWarpsD; ++other) {
     const int chunk_row = (warp.warp_d + other) % Config::kWarpsD * Config::kChunkQ;
@@ -135,6 +156,25 @@ __device__ __forceinline__ void add_query_gradient(const typename Config::Shared
   }
 }
 
+// Starts copying what a step reads of the stream's pair: q, dout and the statistics of the slot
+// `index`, of which the tile's begin at row_in_slot.
+template <class Config, bool kIsGeneral>
+__device__ __forceinline__ void load_query_step(
+    const BackwardParams& params, const BackwardWorkspace& workspace,
+    const QueryStream<Config, kIsGeneral>& stream, int64_t index, int row_in_slot,
+    typename Config::QTile& q, typename Config::QTile& dout, RowStatistics& shared_statistics) {
+  const RowStatistics* statistics = workspace.statistics + index;
+  load_queries<kIsGeneral, Config::kThreads>(params, stream.see, stream.place,
+                                             statistics->lse_log2 + row_in_slot, stream.head,
+                                             stream.tile * Config::kBlockQ, q, dout);
+  constexpr int kCopies = sizeof(RowStatistics) / 16;
+  if (threadIdx.x < kCopies) {
+    ptx::cp_async_16(ptx::shared_address(&shared_statistics) + 16 * threadIdx.x,
+                     reinterpret_cast<const float4*>(statistics) + threadIdx.x, true);
+  }
+  ptx::cp_async_commit();
+}
+
 template <class Config, class Element, bool kIsGeneral>
 __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
                                                  const SequenceInputs& inputs,
@@ -146,19 +186,13 @@ __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
   QueryStream<Config, kIsGeneral> stream(attention, place, kv_head);
   const int slot = first_slot(inputs, place);
   const auto index_of = [&](int head, int tile) {
-    return workspace.index_of(attention, place.batch, head, slot + tile);
+    return workspace.index_of(attention, place.batch, head, slot + tile / Config::kStepsPerSlot);
   };
+  const auto row_in_slot = [](int tile) { return tile % Config::kStepsPerSlot * Config::kBlockQ; };
   const auto load = [&](int stage) {  // line 8
-    const RowStatistics* statistics = workspace.statistics + index_of(stream.head, stream.tile);
-    load_queries<kIsGeneral, Config::kThreads>(params, stream.see, place, statistics, stream.head,
-                                               stream.tile * Config::kBlockQ, shared.q[stage],
-                                               shared.dout[stage]);
-    constexpr int kCopies = sizeof(RowStatistics) / 16;
-    if (threadIdx.x < kCopies) {
-      ptx::cp_async_16(ptx::shared_address(&shared.statistics[stage]) + 16 * threadIdx.x,
-                       reinterpret_cast<const float4*>(statistics) + threadIdx.x, true);
-    }
-    ptx::cp_async_commit();
+    load_query_step<Config, kIsGeneral>(
+        params, workspace, stream, index_of(stream.head, stream.tile), row_in_slot(stream.tile),
+        shared.q[stage], shared.dout[stage], shared.statistics[stage]);
   };
   KvGradient<Config> dk, dv;
   dk.clear();
@@ -190,6 +224,7 @@ __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
       const FragmentOrigin origin = {place.row_begin + warp.kv_row,
                                      tile * Config::kBlockQ + column};
       const RowStatistics& statistics = shared.statistics[stage];
+      const int statistics_row = row_in_slot(tile) + column;
       ScoreFragments<Config> p, ds;
       compute_scores<Config, Element>(shared.k, shared.q[stage], warp.kv_row, column, lane_idx, p);
       compute_scores<Config, Element>(shared.v, shared.dout[stage], warp.kv_row, column, lane_idx,
@@ -197,13 +232,14 @@ __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
       if constexpr (kIsGeneral) {
         compute_gradient_general<Config>(
             attention, see, device::make_dropout(attention, place, head), origin, is_partial,
-            statistics.lse_log2 + column, statistics.delta + column, lane_idx,
+            statistics.lse_log2 + statistics_row, statistics.delta + statistics_row,
+            make_lse_rows(params, place, head), lane_idx,
             make_bias_sums(attention, workspace, place, head), p, ds);
       } else {
         if (is_partial) hide_outside_window<Config>(see, origin, lane_idx, p);
         compute_gradient<Config>(attention.softmax_scale * device::kLog2E,
-                                 statistics.lse_log2 + column, statistics.delta + column, lane_idx,
-                                 p, ds);
+                                 statistics.lse_log2 + statistics_row,
+                                 statistics.delta + statistics_row, lane_idx, p, ds);
       }
       store_scores<Config, Element>(ds, warp.kv_row, column, lane_idx, shared.dscores);
       if constexpr (Config::kExchanges) {
@@ -213,7 +249,8 @@ __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
       accumulate_kv<Config, Element>(ds, shared.q[stage], column, warp.kv_column, lane_idx, dk);
     }
     __syncthreads();  // B
-    float* sums = workspace.dq + index_of(head, tile) * (Config::kBlockQ * Config::kHeadDim);
+    float* sums = workspace.dq + index_of(head, tile) * (kBackwardBlockQ * Config::kHeadDim) +
+                  dq_offset<Config::kHeadDim>(row_in_slot(tile) / 16, 0);
     if (adds_dq) add_query_gradient<Config, Element>(shared, warp, 0, sums);
     if constexpr (Config::kExchanges) {
       accumulate_others<Config, Element>(shared.probabilities, shared.dout[stage], warp, dv);
@@ -244,22 +281,20 @@ __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
                            warp.lane_idx, static_cast<Element*>(params.dv) + row * attention.Hv);
 }
 
-// Grid: (batch entry, KV head, tile), tiles fastest and, for causal calls, the longest first.
 template <class Config, class Element, bool kIsGeneral>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     backward_kv_kernel(const __grid_constant__ BackwardParams params,
                        const __grid_constant__ SequenceInputs inputs,
                        const __grid_constant__ BackwardWorkspace workspace,
-                       const __grid_constant__ int tiles) {
+                       const __grid_constant__ KvGrid grid) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_memory);
-  const int K = static_cast<int>(params.attention.K);
-  const int tile = blockIdx.x % tiles, kv_head = blockIdx.x / tiles % K;
-  const int batch = blockIdx.x / tiles / K;
-  const device::SequenceTile place =
-      device::locate_tile<false, Config::kBlockKV>(params.attention, inputs, batch, tile);
+  const KvTilePlace owned = locate_kv_tile(params.attention, grid);
+  const device::SequenceTile place = device::locate_tile<false, Config::kBlockKV>(
+      params.attention, inputs, owned.batch, owned.tile);
   if (place.row_begin < 0 || place.row_begin >= place.kv_rows) return;
-  backward_kv_tile<Config, Element, kIsGeneral>(params, inputs, workspace, place, kv_head, shared);
+  backward_kv_tile<Config, Element, kIsGeneral>(params, inputs, workspace, place, owned.kv_head,
+                                                shared);
 }
 
 }  // namespace jaxflash::fa2_sm80

@@ -21,28 +21,53 @@ template <class Element>
 __device__ __forceinline__ float dot_packed(uint32_t left, uint32_t right) {
   const auto* a = reinterpret_cast<const Element*>(&left);
   const auto* b = reinterpret_cast<const Element*>(&right);
+  if constexpr (std::is_same_v<Element, float>) return a[0] * b[0];
   return static_cast<float>(a[0]) * static_cast<float>(b[0]) +
          static_cast<float>(a[1]) * static_cast<float>(b[1]);
 }
 
-// This thread's share of the product of two rows of count elements.
-template <class Element>
-__device__ __forceinline__ float dot_share(const Element* left, const Element* right, int count,
-                                           int part) {
-  float sum = 0.0f;
-  if (count % 8 == 0) {
-    for (int i = part; i < count / 8; i += kRowThreads) {
-      const uint4 a = reinterpret_cast<const uint4*>(left)[i];
-      const uint4 b = reinterpret_cast<const uint4*>(right)[i];
-      sum += dot_packed<Element>(a.x, b.x) + dot_packed<Element>(a.y, b.y) +
-             dot_packed<Element>(a.z, b.z) + dot_packed<Element>(a.w, b.w);
+// This thread's shares of the products of kRows pairs of rows of count <= kHeadDim elements: pair i
+// begins at offset[i] of left and right and counts where is_read[i]. All loads are under way before
+// the first product.
+template <int kHeadDim, int kRows, class Element>
+__device__ __forceinline__ void dot_shares(const Element* left, const Element* right,
+                                           const int64_t (&offset)[kRows],
+                                           const bool (&is_read)[kRows], int count, int part,
+                                           float (&sums)[kRows]) {
+  constexpr int kChunk = 16 / sizeof(Element);
+  constexpr int kChunks = kHeadDim / kChunk / kRowThreads;
+  if (count % kChunk != 0) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      for (int j = part; is_read[i] && j < count; j += kRowThreads) {
+        sums[i] +=
+            static_cast<float>(left[offset[i] + j]) * static_cast<float>(right[offset[i] + j]);
+      }
     }
-  } else {
-    for (int i = part; i < count; i += kRowThreads) {
-      sum += static_cast<float>(left[i]) * static_cast<float>(right[i]);
+    return;
+  }
+  uint4 a[kRows][kChunks], b[kRows][kChunks];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int column = kChunk * (part + c * kRowThreads);
+      a[i][c] = b[i][c] = make_uint4(0, 0, 0, 0);
+      if (is_read[i] && column < count) {
+        a[i][c] = *reinterpret_cast<const uint4*>(left + offset[i] + column);
+        b[i][c] = *reinterpret_cast<const uint4*>(right + offset[i] + column);
+      }
     }
   }
-  return sum;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const uint4 x = a[i][c], y = b[i][c];
+      sums[i] += dot_packed<Element>(x.x, y.x) + dot_packed<Element>(x.y, y.y) +
+                 dot_packed<Element>(x.z, y.z) + dot_packed<Element>(x.w, y.w);
+    }
+  }
 }
 
 // kHeadDim: the padded head dim of the key/value kernel. workspace.dq is nullptr when there are no
@@ -57,34 +82,50 @@ __global__ void __launch_bounds__(kPrepareThreads)
   const device::SequenceTile& sequence = place.sequence;
   if (sequence.row_begin >= sequence.query_rows) return;
   const int64_t index = workspace.index_of(attention, sequence.batch, place.head, place.slot);
-  const int Hv = static_cast<int>(attention.Hv);
   const int part = threadIdx.x % kRowThreads;
-  for (int row = threadIdx.x / kRowThreads; row < kBackwardBlockQ;
-       row += kPrepareThreads / kRowThreads) {
-    const int position = sequence.row_begin + row;
-    const int64_t place_of_row =
-        (sequence.batch * attention.T + sequence.query_begin + position) * attention.N + place.head;
-    const bool is_real = position < sequence.query_len;
-    const float lse = is_real ? params.lse[place_of_row] : -device::kInfinity;
-    const bool takes_part = lse != -device::kInfinity;
-    float delta = 0.0f;
-    if (takes_part) {
-      delta = dot_share(static_cast<const Element*>(params.out) + place_of_row * Hv,
-                        static_cast<const Element*>(params.dout) + place_of_row * Hv, Hv, part);
+  constexpr int kRowsPerPass = kPrepareThreads / kRowThreads;
+  // Rows of a thread at a time: no more than 64 registers of elements.
+  constexpr int kRowBytes = kHeadDim * sizeof(Element);
+  constexpr int kRows = kRowBytes <= 256 ? 4 : 1024 / kRowBytes;
+#pragma unroll 1
+  for (int first = threadIdx.x / kRowThreads; first < kBackwardBlockQ;
+       first += kRows * kRowsPerPass) {
+    int64_t place_of_row[kRows], offset[kRows];
+    float lse[kRows], delta[kRows] = {};
+    bool takes_part[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int position = sequence.row_begin + first + i * kRowsPerPass;
+      place_of_row[i] =
+          (sequence.batch * attention.T + sequence.query_begin + position) * attention.N +
+          place.head;
+      offset[i] = place_of_row[i] * attention.Hv;
+      lse[i] = position < sequence.query_len ? params.lse[place_of_row[i]] : -device::kInfinity;
     }
 #pragma unroll
-    for (int step = 1; step < kRowThreads; step *= 2) {
-      delta += __shfl_xor_sync(0xFFFFFFFF, delta, step);
+    for (int i = 0; i < kRows; ++i) takes_part[i] = lse[i] != -device::kInfinity;
+    dot_shares<kHeadDim>(static_cast<const Element*>(params.out),
+                         static_cast<const Element*>(params.dout), offset, takes_part,
+                         static_cast<int>(attention.Hv), part, delta);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int step = 1; step < kRowThreads; step *= 2) {
+        delta[i] += __shfl_xor_sync(0xFFFFFFFF, delta[i], step);
+      }
+      if (part != 0) continue;
+      const int row = first + i * kRowsPerPass;
+      float lse_log2 = device::kInfinity;
+      if (takes_part[i]) {
+        if (params.dlse != nullptr) delta[i] -= params.dlse[place_of_row[i]];
+        lse_log2 = fmaf(lse[i], device::kLog2E, params.lse_low[place_of_row[i]] * device::kLog2E);
+      }
+      if (sequence.row_begin + row < sequence.query_rows) {
+        params.delta[place_of_row[i]] = delta[i];
+      }
+      workspace.statistics[index].lse_log2[row] = lse_log2;
+      workspace.statistics[index].delta[row] = delta[i];
     }
-    if (part != 0) continue;
-    float lse_log2 = device::kInfinity;
-    if (takes_part) {
-      if (params.dlse != nullptr) delta -= params.dlse[place_of_row];
-      lse_log2 = fmaf(lse, device::kLog2E, params.lse_low[place_of_row] * device::kLog2E);
-    }
-    if (position < sequence.query_rows) params.delta[place_of_row] = delta;
-    workspace.statistics[index].lse_log2[row] = lse_log2;
-    workspace.statistics[index].delta[row] = delta;
   }
   if (workspace.dq != nullptr) {
     constexpr int kSums = kBackwardBlockQ * kHeadDim;
@@ -108,33 +149,37 @@ __global__ void __launch_bounds__(kPrepareThreads)
   const float* sums = workspace.dq + index * (kBackwardBlockQ * kHeadDim);
   const int H = static_cast<int>(attention.H);
   const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
+  // Four fragments at a time: a quad then holds 32 columns of a row, and each lane writes eight.
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int position = sequence.row_begin + 16 * warp_idx + 8 * half + lane_idx / 4;
-    if (position >= sequence.query_rows) continue;
-    const float factor = position < sequence.query_len ? attention.softmax_scale : 0.0f;
-    const int64_t row =
-        (sequence.batch * attention.T + sequence.query_begin + position) * attention.N + place.head;
-    Element* destination = static_cast<Element*>(params.dq) + row * H;
-#pragma unroll 4
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      const int column = 8 * j + lane_idx % 4 * 2;
-      const float* fragment = sums + dq_offset<kHeadDim>(warp_idx, j);
-      const float first = fragment[dq_lane_offset(lane_idx, 2 * half)];
-      const float second = fragment[dq_lane_offset(lane_idx, 2 * half + 1)];
-      store_pair(factor * first, factor * second, column, H, destination);
+  for (int j = 0; j < kHeadDim / 8; j += 4) {
+    float fragments[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      load_dq(sums + dq_offset<kHeadDim>(warp_idx, j + n), lane_idx, fragments[n]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = sequence.row_begin + 16 * warp_idx + 8 * half + lane_idx / 4;
+      const float factor = position < sequence.query_len ? attention.softmax_scale : 0.0f;
+      const int64_t row =
+          (sequence.batch * attention.T + sequence.query_begin + position) * attention.N +
+          place.head;
+      store_quad(fragments, factor, half, 8 * j, H, position < sequence.query_rows, lane_idx,
+                 static_cast<Element*>(params.dq) + row * H);
     }
   }
 }
 
-// dbias = sums, rounded; [count] in the order of the bias.
+// dbias = sums, rounded. sums: [parts, count], count in the order of the bias.
 template <class Element>
 __global__ void __launch_bounds__(kPrepareThreads)
-    backward_bias_kernel(const float* sums, Element* dbias, int64_t count) {
+    backward_bias_kernel(const float* sums, Element* dbias, int64_t count, int parts) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kPrepareThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPrepareThreads + threadIdx.x; i < count;
        i += step) {
-    dbias[i] = static_cast<Element>(sums[i]);
+    float sum = sums[i];
+    for (int part = 1; part < parts; ++part) sum += sums[part * count + i];
+    dbias[i] = static_cast<Element>(sum);
   }
 }
 

@@ -26,6 +26,7 @@ using QueryScores = mma::Accumulator<1, Config::kBlockKV / 8>;  // 16 queries x 
 // Statistics of the two rows of a lane: fragment rows lane / 4 and lane / 4 + 8.
 struct LaneStatistics {
   float lse_log2[2], delta[2];
+  LseRows lse_rows;  // of the head
 };
 
 // S = Q K^T or dP = dout V^T: the warp's 16 queries times all keys of a tile.
@@ -34,16 +35,16 @@ __device__ __forceinline__ void compute_query_scores(const Owned& owned, const S
                                                      int row, int lane_idx,
                                                      QueryScores<Config>& scores) {
   scores.clear();
-#pragma unroll
+#pragma unroll Config::kUnroll
   for (int k = 0; k < Config::kHeadDim; k += 16) {
-    uint32_t a[4];
+    mma::Fragment<Element> a;
     owned.load_a(row, k, lane_idx, a);
 #pragma unroll
     for (int pair = 0; pair < Config::kBlockKV / 16; ++pair) {
-      uint32_t b[4];
+      mma::Fragment<Element> b;
       streamed.load_b(16 * pair, k, lane_idx, b);
-      ptx::mma_m16n8k16<Element>(scores.values[0][2 * pair], a, b[0], b[1]);
-      ptx::mma_m16n8k16<Element>(scores.values[0][2 * pair + 1], a, b[2], b[3]);
+      mma::multiply<Element>(scores.values[0][2 * pair], a, b[0], b[1]);
+      mma::multiply<Element>(scores.values[0][2 * pair + 1], a, b[2], b[3]);
     }
   }
 }
@@ -59,6 +60,7 @@ __device__ __forceinline__ void compute_query_gradient(
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = query + 8 * half + lane_idx / 4;
+    const RowLse lse = rows.lse_rows.at(row, rows.lse_log2[half]);
     uint32_t words[4];  // of the next four fragments
 #pragma unroll
     for (int j = 0; j < Config::kBlockKV / 8; ++j) {
@@ -77,8 +79,8 @@ __device__ __forceinline__ void compute_query_gradient(
           if (dropout.threshold > 0) {
             keep = device::is_kept(dropout, words[j % 4], parity) ? dropout.scale : 0.0f;
           }
-          dscore = pair_gradient(params, see, is_partial, row, column, keep, rows.lse_log2[half],
-                                 rows.delta[half], score, dscore)
+          dscore = pair_gradient(params, see, is_partial, row, column, keep, lse, rows.delta[half],
+                                 score, dscore)
                        .dscore;
         } else {
           float p = ptx::exp2_approx(fmaf(score, softmax_scale_log2, -rows.lse_log2[half]));
@@ -92,20 +94,19 @@ __device__ __forceinline__ void compute_query_gradient(
 
 // dQ += dS K.
 template <class Config, class Element>
-__device__ __forceinline__ void accumulate_query(
-    const QueryScores<Config>& dscores,
-    const mma::SharedTile<Config::kBlockKV, Config::kHeadDim>& keys, int lane_idx,
-    mma::Accumulator<1, Config::kHeadDim / 8>& dq) {
+__device__ __forceinline__ void accumulate_query(const QueryScores<Config>& dscores,
+                                                 const typename Config::KvTile& keys, int lane_idx,
+                                                 mma::Accumulator<1, Config::kHeadDim / 8>& dq) {
 #pragma unroll
   for (int k = 0; k < Config::kBlockKV; k += 16) {
-    uint32_t a[4];
+    mma::Fragment<Element> a;
     dscores.template as_a<Element>(0, k / 16, a);
 #pragma unroll
     for (int pair = 0; pair < Config::kHeadDim / 16; ++pair) {
-      uint32_t b[4];
+      mma::Fragment<Element> b;
       keys.load_b_transposed(k, 16 * pair, lane_idx, b);
-      ptx::mma_m16n8k16<Element>(dq.values[0][2 * pair], a, b[0], b[1]);
-      ptx::mma_m16n8k16<Element>(dq.values[0][2 * pair + 1], a, b[2], b[3]);
+      mma::multiply<Element>(dq.values[0][2 * pair], a, b[0], b[1]);
+      mma::multiply<Element>(dq.values[0][2 * pair + 1], a, b[2], b[3]);
     }
   }
 }
@@ -169,6 +170,7 @@ __device__ __forceinline__ void backward_query_tile(const BackwardParams& params
     ptx::cp_async_commit();
   };
   LaneStatistics rows;
+  rows.lse_rows = make_lse_rows(params, place, head);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + 8 * half + lane_idx / 4;
@@ -179,8 +181,8 @@ __device__ __forceinline__ void backward_query_tile(const BackwardParams& params
   dq.clear();
   bool has_tile = stream.advance(lane_idx);
   if (has_tile) {
-    load_queries<kIsGeneral, Config::kThreads>(params, see, place, &statistics, head, first_row,
-                                               shared.q, shared.dout);
+    load_queries<kIsGeneral, Config::kThreads>(params, see, place, statistics.lse_log2, head,
+                                               first_row, shared.q, shared.dout);
     load(0);
   }
   int stage = 0;

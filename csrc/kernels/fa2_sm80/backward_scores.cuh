@@ -34,18 +34,29 @@ __device__ __forceinline__ float2 of_queries(const float* statistic, int j, int 
   return *reinterpret_cast<const float2*>(statistic + 8 * j + lane_idx % 4 * 2);
 }
 
+// A key sees an interval of queries, counted here from the lane's first.
 template <class Config>
 __device__ __forceinline__ void hide_outside_window(const device::Window& see,
                                                     const FragmentOrigin& origin, int lane_idx,
                                                     ScoreFragments<Config>& scores) {
+  const int first_query = query_of(origin, 0, lane_idx, 0);
 #pragma unroll
-  for (int j = 0; j < Config::kChunkQ / 8; ++j) {
+  for (int i = 0; i < Config::kTilesM; ++i) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      const int key = key_of(origin, i, lane_idx, 2 * half);
+      const int begin = key - see.window_high - first_query;
+      const int end =
+          key < see.kv_len ? min(key - see.window_low, see.query_len - 1) + 1 - first_query : begin;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int key = key_of(origin, i, lane_idx, e), query = query_of(origin, j, lane_idx, e);
-        if (!device::is_in_window(see, query, key)) scores.values[i][j][e] = -device::kInfinity;
+      for (int j = 0; j < Config::kChunkQ / 8; ++j) {
+#pragma unroll
+        for (int parity = 0; parity < 2; ++parity) {
+          const int query = 8 * j + parity;
+          if (query < begin || query >= end) {
+            scores.values[i][j][2 * half + parity] = -device::kInfinity;
+          }
+        }
       }
     }
   }
@@ -62,7 +73,7 @@ __device__ __forceinline__ void compute_gradient(float softmax_scale_log2, const
     const float2 row_lse = of_queries(lse_log2, j, lane_idx);
     const float2 row_delta = of_queries(delta, j, lane_idx);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < Config::kTilesM; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float x =
@@ -76,6 +87,37 @@ __device__ __forceinline__ void compute_gradient(float softmax_scale_log2, const
   }
 }
 
+// The logarithm of a row's sum of exponentials. A bias can make it so large that one float32 is off
+// by more than 1; then it has two terms.
+struct RowLse {
+  float high;      // natural; 0 where one term will do
+  float low_log2;  // the rest, in the log2 domain; +inf for a row that takes no part
+
+  // exp(x - lse)
+  __device__ __forceinline__ float probability(float x) const {
+    return ptx::exp2_approx(fmaf(x - high, device::kLog2E, -low_log2));
+  }
+};
+
+// The rows of one head of a sequence. Places are formed anew for each row, which costs fewer
+// registers than pointers.
+struct LseRows {
+  const BackwardParams* params;
+  int batch, query_begin, head;
+
+  __device__ __forceinline__ RowLse at(int query, float log2) const {
+    const AttentionParams& attention = params->attention;
+    if (attention.bias.data == nullptr || log2 == device::kInfinity) return {0.0f, log2};
+    const int64_t row = (batch * attention.T + (query_begin + query)) * attention.N + head;
+    return {params->lse[row], params->lse_low[row] * device::kLog2E};
+  }
+};
+
+__device__ __forceinline__ LseRows make_lse_rows(const BackwardParams& params,
+                                                 const device::SequenceTile& place, int head) {
+  return {&params, place.batch, place.query_begin, head};
+}
+
 // What one pair of a query and a key contributes.
 struct PairGradient {
   float score;   // P keep
@@ -87,7 +129,7 @@ struct PairGradient {
 __device__ __forceinline__ PairGradient pair_gradient(const AttentionParams& params,
                                                       const device::Visibility& see,
                                                       bool is_partial, int query, int key,
-                                                      float keep, float lse_log2, float delta,
+                                                      float keep, const RowLse& lse, float delta,
                                                       float qk, float dout_v) {
   float x = qk * params.softmax_scale, slope = 1.0f;
   if (params.logits_soft_cap > 0.0f) {
@@ -96,7 +138,7 @@ __device__ __forceinline__ PairGradient pair_gradient(const AttentionParams& par
     slope = 1.0f - t * t;
   }
   if (is_partial) x = device::adjust_logit(see, query, key, x);
-  const float p = ptx::exp2_approx(fmaf(x, device::kLog2E, -lse_log2));
+  const float p = lse.probability(x);
   const float dlogit = p == 0.0f ? 0.0f : p * (dout_v * keep - delta);
   return {p * keep, dlogit * slope, dlogit};
 }
@@ -149,18 +191,21 @@ template <class Config>
 __device__ __forceinline__ void compute_gradient_general(
     const AttentionParams& params, const device::Visibility& see,
     const device::DropoutStream& dropout, const FragmentOrigin& origin, bool is_partial,
-    const float* lse_log2, const float* delta, int lane_idx, BiasSums bias_sums,
-    ScoreFragments<Config>& scores, ScoreFragments<Config>& dscores) {
+    const float* lse_log2, const float* delta, const LseRows& lse_rows, int lane_idx,
+    BiasSums bias_sums, ScoreFragments<Config>& scores, ScoreFragments<Config>& dscores) {
   uint32_t kept[Config::kChunkQ / 4];
   if (dropout.threshold > 0) {
     device::draw_kept<Config::kChunkQ / 8>(dropout, origin.query, origin.key, lane_idx, kept);
   }
 #pragma unroll
   for (int j = 0; j < Config::kChunkQ / 8; ++j) {
-    const float2 row_lse = of_queries(lse_log2, j, lane_idx);
+    const float2 row_lse_log2 = of_queries(lse_log2, j, lane_idx);
+    const int first_query = query_of(origin, j, lane_idx, 0);
+    const RowLse row_lse[2] = {lse_rows.at(first_query, row_lse_log2.x),
+                               lse_rows.at(first_query + 1, row_lse_log2.y)};
     const float2 row_delta = of_queries(delta, j, lane_idx);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < Config::kTilesM; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float keep = 1.0f;
@@ -169,10 +214,10 @@ __device__ __forceinline__ void compute_gradient_general(
           keep = (kept[2 * j + e % 2] >> bit & 1) != 0 ? dropout.scale : 0.0f;
         }
         const int query = query_of(origin, j, lane_idx, e), key = key_of(origin, i, lane_idx, e);
-        const PairGradient pair = pair_gradient(params, see, is_partial, query, key, keep,
-                                                e % 2 == 0 ? row_lse.x : row_lse.y,
-                                                e % 2 == 0 ? row_delta.x : row_delta.y,
-                                                scores.values[i][j][e], dscores.values[i][j][e]);
+        const PairGradient pair =
+            pair_gradient(params, see, is_partial, query, key, keep, row_lse[e % 2],
+                          e % 2 == 0 ? row_delta.x : row_delta.y, scores.values[i][j][e],
+                          dscores.values[i][j][e]);
         scores.values[i][j][e] = pair.score;
         dscores.values[i][j][e] = pair.dscore;
         if (bias_sums.plane != nullptr) bias_sums.add(query, key, i, e / 2, pair.dlogit);

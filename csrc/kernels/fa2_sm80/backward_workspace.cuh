@@ -6,6 +6,7 @@
 //   float dq[kBackwardBlockQ x head dim]  cleared by the prepare kernel, added to by the key/value
 //                                         kernel, read by the convert kernel; atomics only
 // The sums of a bias gradient are float32, shaped as the bias; its own array where that is float32.
+// A repeatable one has partial sums instead, a few such arrays one after the other.
 // The sums of dq lie in the order of the fragments that are added (dq_offset), not in rows: a warp
 // then adds 512 adjacent bytes at a time.
 #pragma once
@@ -21,8 +22,9 @@ namespace jaxflash::fa2_sm80 {
 struct BackwardWorkspace {
   RowStatistics* statistics;  // [B, N, slots]
   float* dq;     // [B, N, slots, kBackwardBlockQ * padded head dim]; nullptr = dq without atomics
-  float* dbias;  // as the bias; nullptr = no gradient of it is wanted
-  int slots;     // query tiles of one batch entry
+  float* dbias;  // as the bias; nullptr = no gradient of it is wanted, or a repeatable one
+  float* dbias_parts;  // [parts, as the bias]; nullptr = no repeatable gradient of it is wanted
+  int slots;           // query tiles of one batch entry
 
   __device__ __forceinline__ int64_t index_of(const AttentionParams& params, int batch, int head,
                                               int slot) const {
@@ -73,6 +75,20 @@ __device__ __forceinline__ void add_dq(float* place, const float (&values)[4]) {
   } else {
 #pragma unroll
     for (int e = 0; e < 4; ++e) ptx::reduce_add(place + dq_lane_offset(0, e), values[e]);
+  }
+}
+
+// A lane's four elements of a fragment.
+__device__ __forceinline__ void load_dq(const float* fragment, int lane_idx, float (&values)[4]) {
+  if constexpr (ptx::kHasVectorReduction) {
+    const float4 sums = reinterpret_cast<const float4*>(fragment)[lane_idx];
+    values[0] = sums.x;
+    values[1] = sums.y;
+    values[2] = sums.z;
+    values[3] = sums.w;
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) values[e] = fragment[dq_lane_offset(lane_idx, e)];
   }
 }
 

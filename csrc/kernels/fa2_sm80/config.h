@@ -27,22 +27,26 @@ struct ForwardConfig {
 
   static constexpr int kNumWarps = 4;
   static constexpr int kNumThreads = 32 * kNumWarps;
-  // Output accumulators take kWarpRows * kHeadDim / 32 of a thread's 255 registers.
-  static constexpr int kBlockQ = kHeadDim <= 128 ? 128 : 64;
-  static constexpr int kBlockKV = kHeadDim > 128 ? 32 : kHeadDim > 64 || kIsGeneral ? 64 : 128;
+  static constexpr bool kIsFloat = std::is_same_v<Element, float>;
+  // Output accumulators take kWarpRows * kHeadDim / 32 of a thread's 255 registers. A float takes
+  // twice the shared memory, and as an operand four times the registers.
+  static constexpr int kBlockQ = kHeadDim <= (kIsFloat ? 64 : 128) ? 128 : 64;
+  static constexpr int kBlockKV = kIsFloat                      ? (kHeadDim > 128 ? 16 : 32)
+                                  : kHeadDim > 128              ? 32
+                                  : kHeadDim > 64 || kIsGeneral ? 64
+                                                                : 128;
   static constexpr int kWarpRows = kBlockQ / kNumWarps;
-  static constexpr int kTilesM = kWarpRows / 16;  // 16-row fragments of a warp
-  // Measured on an H200, 2026-11-30, bf16, 16k tokens: one part of 128 keys beats two of 64 at head
-  // dim 64 (342 to 335 TFLOP/s); two of 32 beat one of 64 at 128 (367 to 354); Q in registers lifts
-  // 256 from 300 to 327.
-  // Parts of a K/V tile whose softmax and products overlap (see attend).
-  static constexpr int kScoreParts = kHeadDim == 128 ? 2 : 1;
-  static constexpr int kScoreTiles = kBlockKV / kScoreParts / 8;  // 8-key fragments of a part
+  static constexpr int kTilesM = kWarpRows / 16;    // 16-row fragments of a warp
+  static constexpr int kScoreTiles = kBlockKV / 8;  // 8-key fragments of a K/V tile
   // Q stays in registers where shared-memory reads are the bottleneck and registers are left.
-  static constexpr bool kKeepsQueries = kHeadDim > 128;
+  static constexpr bool kKeepsQueries = !kIsFloat && kHeadDim > 128;
   static constexpr int kOutputTiles = kHeadDim / 8;  // 8-feature fragments of its output
   static constexpr int kNumStages = 2;               // K/V tiles in shared memory
-  static constexpr int kMinBlocksPerSM = 2;
+  static constexpr int kMinBlocksPerSM = kIsFloat && kHeadDim > 128 ? 1 : 2;
+
+  using Stored = std::conditional_t<kIsFloat, float, uint16_t>;  // an element in shared memory
+  using QTile = mma::SharedTile<Stored, kBlockQ, kHeadDim>;
+  using KvTile = mma::SharedTile<Stored, kBlockKV, kHeadDim>;
 
   struct Nothing {};
   struct SharedStorage {
@@ -50,13 +54,13 @@ struct ForwardConfig {
     int head;
     std::conditional_t<kIsGeneral, device::Visibility, device::Window> see;
     std::conditional_t<kIsGeneral, device::DropoutStream, Nothing> dropout;
-    mma::SharedTile<kBlockQ, kHeadDim> q;  // [kBlockQ, H]; each warp stages its output in its rows
-    mma::SharedTile<kBlockKV, kHeadDim> k[kNumStages];
-    mma::SharedTile<kBlockKV, kHeadDim> v[kNumStages];
+    QTile q;  // [kBlockQ, H]; each warp stages its output in its rows
+    KvTile k[kNumStages];
+    KvTile v[kNumStages];
   };
 
   static_assert(kWarpRows % 16 == 0, "a warp owns whole mma.sync fragments");
-  static_assert(kBlockKV % 32 == 0, "dropout draws 32 columns at a time");
+  static_assert(kScoreTiles % 4 == 0 || kScoreTiles < 4, "dropout draws 32 columns at a time");
   static_assert(kMinBlocksPerSM * (sizeof(SharedStorage) + 1024) <= 228 * 1024,
                 "two CTAs must fit one multiprocessor of compute capability 9.0");
   static_assert(sizeof(SharedStorage) <= 163 * 1024,

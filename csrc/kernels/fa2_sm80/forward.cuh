@@ -26,17 +26,10 @@
 #include "kernels/fa2_sm80/config.h"
 #include "kernels/fa2_sm80/forward_rows.cuh"
 #include "kernels/fa2_sm80/load.cuh"
-#include "mma/fragment.cuh"
+#include "mma/multiply.cuh"
 #include "ptx/math.cuh"
 
 namespace jaxflash::fa2_sm80 {
-
-// The same value, unknown to the compiler: else it computes the addresses of every fragment before
-// the loop, runs out of registers and spills them.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
 
 template <class Config>
 class ForwardTile : WarpRows<Config> {
@@ -47,31 +40,15 @@ class ForwardTile : WarpRows<Config> {
   using typename Base::Scores;
   using typename Base::Storage;
   static constexpr int kBlockKV = Config::kBlockKV;
-  static constexpr int kPartKV = kBlockKV / Config::kScoreParts;
+  using Tile = typename Config::KvTile;
+  using KvCopier = RowCopier<Config::kNumThreads, Element, Tile>;
 
  public:
-  // What is the same for all threads and rarely read lives in shared memory, not in registers.
   __device__ __forceinline__ ForwardTile(const ForwardParams& params,
                                          const device::SequenceTile& place, int head,
                                          Storage* shared)
-      : Base(params, shared) {
-    const AttentionParams& attention = params.attention;
-    if (threadIdx.x == 0) {
-      shared_.place = place;
-      shared_.head = head;
-      if constexpr (Config::kIsGeneral) {
-        shared_.see = device::make_visibility(attention, place, head);
-        shared_.dropout = device::make_dropout(attention, place, head);
-      } else {
-        shared_.see = device::make_window(attention, place);
-      }
-    }
-    __syncthreads();  // what thread 0 wrote is visible to all
-    const int64_t kv_head = head / attention.group_size;
-    const int64_t first_key = place.batch * attention.S + place.kv_begin;
-    k_ = this->rows_of(attention.k, first_key, attention.K, kv_head, attention.H).data;
-    v_ = this->rows_of(attention.v, first_key, attention.K, kv_head, attention.Hv).data;
-  }
+      : ForwardTile(params, place, head, head / static_cast<int>(params.attention.group_size),
+                    place.batch * params.attention.S + place.kv_begin, shared) {}
 
   __device__ __forceinline__ void run() {
     this->clear();
@@ -80,6 +57,10 @@ class ForwardTile : WarpRows<Config> {
     device::kv_range(shared_.see, row_begin, row_begin + Config::kBlockQ, &kv_begin, &kv_end);
     first_tile_ = kv_begin / kBlockKV;
     const int end_tile = kv_begin < kv_end ? (kv_end + kBlockKV - 1) / kBlockKV : first_tile_;
+    device::common_kv_range(shared_.see, row_begin, row_begin + Config::kBlockQ, &kv_begin,
+                            &kv_end);
+    full_begin_ = (kv_begin + kBlockKV - 1) / kBlockKV;
+    full_end_ = kv_end / kBlockKV;
     device::Tile next_kind;
     int next = next_visible(end_tile - 1, &next_kind);
     if (next >= first_tile_) {
@@ -110,18 +91,44 @@ class ForwardTile : WarpRows<Config> {
   }
 
  private:
+  // What is the same for all threads and rarely read lives in shared memory, not in registers.
+  // first_key: row of k and v where the sequence begins.
+  __device__ __forceinline__ ForwardTile(const ForwardParams& params,
+                                         const device::SequenceTile& place, int head, int kv_head,
+                                         int64_t first_key, Storage* shared)
+      : Base(params, shared),
+        k_(this->rows_of(params.attention.k, first_key, params.attention.K, kv_head,
+                         params.attention.H)),
+        v_(this->rows_of(params.attention.v, first_key, params.attention.K, kv_head,
+                         params.attention.Hv)),
+        key_copier_(k_, place.kv_len),
+        value_copier_(v_, place.kv_len) {
+    const AttentionParams& attention = params.attention;
+    if (threadIdx.x == 0) {
+      shared_.place = place;
+      shared_.head = head;
+      if constexpr (Config::kIsGeneral) {
+        shared_.see = device::make_visibility(attention, place, head);
+        shared_.dropout = device::make_dropout(attention, place, head);
+      } else {
+        shared_.see = device::make_window(attention, place);
+      }
+    }
+    __syncthreads();  // what thread 0 wrote is visible to all
+  }
+
   // The last tile at or before `tile` with something to see, or first_tile_ - 1. Every warp finds
   // the same.
   __device__ __forceinline__ int next_visible(int tile, device::Tile* kind) const {
     for (; tile >= first_tile_; --tile) {
-      const device::Box box = {shared_.place.row_begin, shared_.place.row_begin + Config::kBlockQ,
-                               tile * kBlockKV, (tile + 1) * kBlockKV};
       if constexpr (Config::kIsGeneral) {
+        const device::Box box = {shared_.place.row_begin, shared_.place.row_begin + Config::kBlockQ,
+                                 tile * kBlockKV, (tile + 1) * kBlockKV};
         *kind = device::classify(shared_.see, box, lane_idx_);
         if (*kind == device::Tile::kHidden) continue;
       } else {
-        *kind = device::is_inside_window<true>(shared_.see, box) ? device::Tile::kFull
-                                                                 : device::Tile::kPartial;
+        const bool is_full = tile >= full_begin_ && tile < full_end_;
+        *kind = is_full ? device::Tile::kFull : device::Tile::kPartial;
       }
       break;
     }
@@ -130,25 +137,28 @@ class ForwardTile : WarpRows<Config> {
 
   // --- Copies -----------------------------------------------------------------------------------
 
-  template <class Tile, class IsValid>
-  __device__ __forceinline__ void load(const Rows<Element>& rows, int begin, int end,
-                                       const IsValid& is_valid, Tile* tile) {
-    if constexpr (Config::kIsGeneral) {
-      if (!this->is_aligned()) {
-        load_rows_elementwise<Config::kNumThreads>(rows, begin, end, is_valid, tile);
-        return;
-      }
+  // Starts copying rows begin.. to a tile. The general instance has no registers for the copier.
+  template <class Copier, class SharedTile, class IsValid>
+  __device__ __forceinline__ void load(const Copier& copier, const Rows<Element>& rows, int begin,
+                                       int end, const IsValid& is_valid, SharedTile* tile) {
+    if constexpr (!Config::kIsGeneral) {
+      copier.copy(begin, static_cast<uint32_t>(rows.row_stride) * sizeof(Element), tile);
+    } else if (this->is_aligned()) {
+      load_rows_async<Config::kNumThreads>(rows, begin, end, is_valid, tile);
+    } else {
+      load_rows_elementwise<Config::kNumThreads>(rows, begin, end, is_valid, tile);
     }
-    load_rows_async<Config::kNumThreads>(rows, begin, end, is_valid, tile);
   }
 
   __device__ __forceinline__ void load_queries() {
     const AttentionParams& attention = params_.attention;
     const device::SequenceTile& place = shared_.place;
+    const int end = shared_.see.query_len;
     const Rows<Element> rows =
         this->rows_of(attention.q, place.batch * attention.T + place.query_begin, attention.N,
                       shared_.head, attention.H);
-    load(rows, place.row_begin, shared_.see.query_len, [](int) { return true; }, &shared_.q);
+    const RowCopier<Config::kNumThreads, Element, typename Config::QTile> copier(rows, end);
+    load(copier, rows, place.row_begin, end, [](int) { return true; }, &shared_.q);
   }
 
   // One cp.async group per tile. Keys of padding become zeros: 0 * NaN would reach the output.
@@ -157,76 +167,59 @@ class ForwardTile : WarpRows<Config> {
       if constexpr (Config::kIsGeneral) return device::is_key_valid(shared_.see, key);
       return true;
     };
-    const AttentionParams& attention = params_.attention;
-    const Rows<Element> k = {k_, attention.K * attention.H, static_cast<int>(attention.H)};
-    const Rows<Element> v = {v_, attention.K * attention.Hv, static_cast<int>(attention.Hv)};
-    load(k, tile * kBlockKV, shared_.see.kv_len, is_valid, &shared_.k[stage]);
-    load(v, tile * kBlockKV, shared_.see.kv_len, is_valid, &shared_.v[stage]);
+    const int begin = tile * kBlockKV, end = shared_.see.kv_len;
+    load(key_copier_, k_, begin, end, is_valid, &shared_.k[stage]);
+    load(value_copier_, v_, begin, end, is_valid, &shared_.v[stage]);
     ptx::cp_async_commit();
   }
 
   // --- One line of the algorithm each -----------------------------------------------------------
 
   __device__ __forceinline__ void attend(int first_key, device::Tile kind, int stage) {
-    const auto& k = shared_.k[stage];
-    const auto& v = shared_.v[stage];
-    Scores first;
-    compute_scores(k, 0, &first, [](int) {});
-    finish_scores(first_key, kind, &first);
-    this->update_row_max(first, nullptr);
-    if constexpr (Config::kScoreParts == 1) {
-      this->template exponentiate_part<1>(0, &first);
-      this->drop(first_key, &first);
-      accumulate_output(v, 0, first, [](int) {});
-    } else {
-      // The exponentials of one half are spread among the products of the other, so that the warp
-      // keeps the tensor cores busy meanwhile.
-      Scores second;
-      compute_scores(k, kPartKV, &second, [&](int step) {
-        this->template exponentiate_part<kHeadDim / 16>(step, &first);
-      });
-      finish_scores(first_key + kPartKV, kind, &second);
-      this->update_row_max(second, &first);
-      this->drop(first_key, &first);
-      accumulate_output(v, 0, first, [&](int step) {
-        this->template exponentiate_part<kPartKV / 16 * Config::kOutputTiles / 2>(step, &second);
-      });
-      this->drop(first_key + kPartKV, &second);
-      accumulate_output(v, kPartKV, second, [](int) {});
-    }
+    Scores scores;
+    compute_scores(shared_.k[stage], &scores);
+    finish_scores(first_key, kind, &scores);
+    this->update_row_max(scores);
+    this->exponentiate(&scores);
+    this->drop(first_key, &scores);
+    accumulate_output(shared_.v[stage], scores);
+  }
+
+  // The lane, unknown to the compiler: else it computes the addresses of every fragment before the
+  // loop, runs out of registers and spills them.
+  __device__ __forceinline__ int opaque_lane() const {
+    int lane_idx = lane_idx_;
+    asm volatile("" : "+r"(lane_idx));
+    return lane_idx & 31;
   }
 
   // Fragment `a` of the warp's rows and features 16 step .. 16 step + 15.
-  __device__ __forceinline__ void read_queries(int step, int lane_idx, uint32_t (*a)[4]) {
+  __device__ __forceinline__ void read_queries(int step, int lane_idx, mma::Fragment<Element>* a) {
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
       shared_.q.load_a(warp_row_ + 16 * i, 16 * step, lane_idx, a[i]);
     }
   }
 
-  // scores = Q times the keys first.. of the tile; between(step) runs after each 16 features.
-  template <class Between>
-  __device__ __forceinline__ void compute_scores(const mma::SharedTile<kBlockKV, kHeadDim>& k,
-                                                 int first, Scores* scores,
-                                                 const Between& between) {
+  // scores = Q times the keys of the tile.
+  __device__ __forceinline__ void compute_scores(const Tile& k, Scores* scores) {
     scores->clear();
-    const int lane_idx = opaque(lane_idx_);
+    const int lane_idx = opaque_lane();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
-      uint32_t read[kTilesM][4];
+      mma::Fragment<Element> read[kTilesM];
       if constexpr (!Config::kKeepsQueries) read_queries(step, lane_idx, read);
-      const uint32_t (&a)[kTilesM][4] = Config::kKeepsQueries ? queries_[step] : read;
+      const mma::Fragment<Element>(&a)[kTilesM] = Config::kKeepsQueries ? queries_[step] : read;
 #pragma unroll
       for (int j = 0; j < Config::kScoreTiles; j += 2) {
-        uint32_t b[4];
-        k.load_b(first + 8 * j, 16 * step, lane_idx, b);
+        mma::Fragment<Element> b;
+        k.load_b(8 * j, 16 * step, lane_idx, b);
 #pragma unroll
         for (int i = 0; i < kTilesM; ++i) {
-          ptx::mma_m16n8k16<Element>(scores->values[i][j], a[i], b[0], b[1]);
-          ptx::mma_m16n8k16<Element>(scores->values[i][j + 1], a[i], b[2], b[3]);
+          mma::multiply<Element>(scores->values[i][j], a[i], b[0], b[1]);
+          mma::multiply<Element>(scores->values[i][j + 1], a[i], b[2], b[3]);
         }
       }
-      between(step);
     }
   }
 
@@ -245,12 +238,26 @@ class ForwardTile : WarpRows<Config> {
         return device::adjust_logit(shared_.see, row, first_key + column, x);
       });
     } else if (is_partial) {
-      for_each(scores, [&](int row, int column, float x) {
-        const int key = first_key + column;
-        const bool is_hidden = (key >= shared_.see.kv_len) | (key < row + shared_.see.window_low) |
-                               (key > row + shared_.see.window_high);
-        return is_hidden ? -kInfinity : x;
-      });
+      hide_outside_window(first_key, scores);
+    }
+  }
+
+  // -inf for what lengths and window hide: two comparisons with constants for each score.
+  __device__ __forceinline__ void hide_outside_window(int first_key, Scores* scores) const {
+    const int first_column = first_key + mma::fragment_column(lane_idx_, 0);
+#pragma unroll
+    for (int r = 0; r < 2 * kTilesM; ++r) {
+      const int row = this->row_of(r);
+      const int low = row + shared_.see.window_low - first_column;
+      const int high = min(row + shared_.see.window_high, shared_.see.kv_len - 1) - first_column;
+#pragma unroll
+      for (int j = 0; j < Config::kScoreTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float* score = &scores->values[r / 2][j][r % 2 * 2 + e];
+          if (8 * j + e < low || 8 * j + e > high) *score = -kInfinity;
+        }
+      }
     }
   }
 
@@ -271,35 +278,32 @@ class ForwardTile : WarpRows<Config> {
     }
   }
 
-  // output += P times the values first.. of the tile; between(step) runs after each 16 features of
-  // each 16 keys.
-  template <class Between>
-  __device__ __forceinline__ void accumulate_output(const mma::SharedTile<kBlockKV, kHeadDim>& v,
-                                                    int first, const Scores& probabilities,
-                                                    const Between& between) {
-    const int lane_idx = opaque(lane_idx_);
+  // output += P times the values of the tile.
+  __device__ __forceinline__ void accumulate_output(const Tile& v, const Scores& probabilities) {
+    const int lane_idx = opaque_lane();
 #pragma unroll
-    for (int step = 0; step < kPartKV / 16; ++step) {
-      uint32_t a[kTilesM][4];
+    for (int step = 0; step < kBlockKV / 16; ++step) {
+      mma::Fragment<Element> a[kTilesM];
 #pragma unroll
       for (int i = 0; i < kTilesM; ++i) probabilities.template as_a<Element>(i, step, a[i]);
 #pragma unroll
       for (int j = 0; j < Config::kOutputTiles; j += 2) {
-        uint32_t b[4];
-        v.load_b_transposed(first + 16 * step, 8 * j, lane_idx, b);
+        mma::Fragment<Element> b;
+        v.load_b_transposed(16 * step, 8 * j, lane_idx, b);
 #pragma unroll
         for (int i = 0; i < kTilesM; ++i) {
-          ptx::mma_m16n8k16<Element>(output_.values[i][j], a[i], b[0], b[1]);
-          ptx::mma_m16n8k16<Element>(output_.values[i][j + 1], a[i], b[2], b[3]);
+          mma::multiply<Element>(output_.values[i][j], a[i], b[0], b[1]);
+          mma::multiply<Element>(output_.values[i][j + 1], a[i], b[2], b[3]);
         }
-        between((step * Config::kOutputTiles + j) / 2);
       }
     }
   }
 
-  const Element *k_, *v_;  // [kv_rows, H], [kv_rows, Hv] of this head, heads apart
-  int first_tile_;
-  uint32_t queries_[Config::kKeepsQueries ? kHeadDim / 16 : 1][kTilesM][4];  // fragments `a`
+  const Rows<Element> k_, v_;  // [kv_rows, H], [kv_rows, Hv] of this head
+  const KvCopier key_copier_, value_copier_;
+  int first_tile_;             // of those with something to see
+  int full_begin_, full_end_;  // plain: tiles that every row sees whole
+  mma::Fragment<Element> queries_[Config::kKeepsQueries ? kHeadDim / 16 : 1][kTilesM];
 };
 
 // Grid: tiles * N * B CTAs along x, so that any number of heads fits; consecutive CTAs share a KV

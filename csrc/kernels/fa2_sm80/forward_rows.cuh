@@ -10,6 +10,7 @@
 #include "device/visibility.cuh"
 #include "kernels/fa2_sm80/config.h"
 #include "kernels/fa2_sm80/load.cuh"
+#include "kernels/fa2_sm80/row_result.cuh"
 #include "mma/fragment.cuh"
 #include "ptx/math.cuh"
 
@@ -24,10 +25,10 @@ class WarpRows {
  protected:
   using Element = typename Config::Element;
   using Storage = typename Config::SharedStorage;
-  using Scores =
-      mma::Accumulator<Config::kTilesM, Config::kScoreTiles>;  // of one part of a K/V tile
+  using Scores = mma::Accumulator<Config::kTilesM, Config::kScoreTiles>;  // of a K/V tile
   static constexpr int kTilesM = Config::kTilesM;
   static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kChunk = Config::QTile::kChunk;
   // Logits are in log2 units in the plain instance and natural in the general one, where the most
   // negative finite bias must survive.
   static constexpr float kRescaleThreshold = Config::kIsGeneral ? 5.5f : 8.0f;
@@ -36,7 +37,7 @@ class WarpRows {
       : params_(params),
         shared_(*shared),
         lane_idx_(threadIdx.x % 32),
-        warp_row_(threadIdx.x / 32 * Config::kWarpRows) {}
+        warp_row_(threadIdx.x / 32 * Config::kWarpRows % Config::kBlockQ) {}
 
   __device__ __forceinline__ void clear() {
     output_.clear();
@@ -66,12 +67,11 @@ class WarpRows {
     return params_.attention.dropout_threshold > 0;
   }
   __device__ __forceinline__ bool is_aligned() const {
-    return params_.attention.H % mma::kChunk == 0 && params_.attention.Hv % mma::kChunk == 0;
+    return params_.attention.H % kChunk == 0 && params_.attention.Hv % kChunk == 0;
   }
 
-  // Raises the reference of the rows where P would otherwise exceed 2^8. `pending` holds
-  // probabilities relative to the old reference that the output does not include yet.
-  __device__ __forceinline__ void update_row_max(const Scores& scores, Scores* pending) {
+  // Raises the reference of the rows where P would otherwise exceed 2^8.
+  __device__ __forceinline__ void update_row_max(const Scores& scores) {
     const float to_units = Config::kIsGeneral ? 1.0f : scale_log2();
     float lane_max[2 * kTilesM];
     bool has_grown = false;
@@ -86,18 +86,19 @@ class WarpRows {
       lane_max[r] *= to_units;
       has_grown |= lane_max[r] > row_max_[r] + kRescaleThreshold;
     }
-    if (__any_sync(kAllLanes, has_grown)) raise_row_max(lane_max, pending);
+    if (__any_sync(kAllLanes, has_grown)) raise_row_max(lane_max);
   }
 
-  // Moves every row's reference to its true maximum so far; the four lanes of a quad share a row.
-  __device__ __forceinline__ void raise_row_max(const float (&lane_max)[2 * kTilesM],
-                                                Scores* pending) {
+  // Moves the reference of the rows that have outgrown it to their true maximum so far; a row's
+  // bits depend on no other row. The four lanes of a quad share a row.
+  __device__ __forceinline__ void raise_row_max(const float (&lane_max)[2 * kTilesM]) {
     const float to_log2 = Config::kIsGeneral ? device::kLog2E : 1.0f;
 #pragma unroll
     for (int r = 0; r < 2 * kTilesM; ++r) {
       float top = fmaxf(lane_max[r], row_max_[r]);
       top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
       top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+      if (!(top > row_max_[r] + kRescaleThreshold)) top = row_max_[r];
       const float rescale =
           top == -kInfinity ? 1.0f : ptx::exp2_approx((row_max_[r] - top) * to_log2);
       row_max_[r] = top;
@@ -107,39 +108,29 @@ class WarpRows {
         output_.values[r / 2][j][r % 2 * 2] *= rescale;
         output_.values[r / 2][j][r % 2 * 2 + 1] *= rescale;
       }
-#pragma unroll
-      for (int j = 0; pending != nullptr && j < Config::kScoreTiles; ++j) {
-        pending->values[r / 2][j][r % 2 * 2] *= rescale;
-        pending->values[r / 2][j][r % 2 * 2 + 1] *= rescale;
-      }
     }
   }
 
-  // Turns part `part` of kParts of the scores into unnormalised probabilities.
-  template <int kParts>
-  __device__ __forceinline__ void exponentiate_part(int part, Scores* scores) {
-    constexpr int kFragments = kTilesM * Config::kScoreTiles;
+  // Turns the scores into unnormalised probabilities.
+  __device__ __forceinline__ void exponentiate(Scores* scores) {
 #pragma unroll
-    for (int f = part * kFragments / kParts; f < (part + 1) * kFragments / kParts; ++f) {
-      exponentiate(f % kTilesM, f / kTilesM, scores);
+    for (int j = 0; j < Config::kScoreTiles; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2 * kTilesM; ++r)
+        exponentiate_pair(r, &scores->values[r / 2][j][r % 2 * 2]);
     }
   }
 
-  __device__ __forceinline__ void exponentiate(int i, int j, Scores* scores) {
+  __device__ __forceinline__ void exponentiate_pair(int r, float* pair) {
+    // A row that has seen no key yet keeps -inf; 0 stands in so that exp2 sees no NaN.
+    const float reference = row_max_[r] == -kInfinity ? 0.0f : row_max_[r];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = 2 * i + half;
-      // A row that has seen no key yet keeps -inf; 0 stands in so that exp2 sees no NaN.
-      const float reference = row_max_[r] == -kInfinity ? 0.0f : row_max_[r];
-      float* pair = &scores->values[i][j][2 * half];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float exponent = Config::kIsGeneral ? (pair[e] - reference) * device::kLog2E
-                                                  : fmaf(pair[e], scale_log2(), -reference);
-        pair[e] = ptx::exp2_approx(exponent);
-      }
-      row_sum_[r] += pair[0] + pair[1];
+    for (int e = 0; e < 2; ++e) {
+      const float exponent = Config::kIsGeneral ? (pair[e] - reference) * device::kLog2E
+                                                : fmaf(pair[e], scale_log2(), -reference);
+      pair[e] = ptx::exp2_approx(exponent);
     }
+    row_sum_[r] += pair[0] + pair[1];
   }
 
   // Zeroes the dropped probabilities of keys first_key..; the row sum stays free of dropout.
@@ -169,38 +160,17 @@ class WarpRows {
     return row < shared_.see.query_len;
   }
 
-  // Writes lse of row r and returns the factor on its output, 0 for a row that sees no key. lse_low
-  // is what float32 lse could not hold.
+  // Writes lse of row r and returns the factor on its output, 0 for a row that sees no key.
   __device__ __forceinline__ float finish_row(int r, float sink) {
     const int row = row_of(r);
     float total = row_sum_[r];
     total += __shfl_xor_sync(kAllLanes, total, 1);
     total += __shfl_xor_sync(kAllLanes, total, 2);
-    float factor = 0.0f, lse = -kInfinity, lse_low = 0.0f;
-    const bool sees_keys = row_max_[r] != -kInfinity;
-    if (is_row_valid(row) && (sees_keys || sink != -kInfinity)) {
-      const float unit = Config::kIsGeneral ? 1.0f : device::kLn2;
-      float top = row_max_[r] * unit;
-      float top_low = sees_keys && !Config::kIsGeneral
-                          ? fmaf(row_max_[r], device::kLn2, -top) + row_max_[r] * device::kLn2Low
-                          : 0.0f;
-      float share = 1.0f;
-      if (sink != -kInfinity) {
-        const bool is_sink_larger = !sees_keys || sink > top;
-        share = !sees_keys ? 0.0f : is_sink_larger ? expf(top - sink + top_low) : 1.0f;
-        const float sink_share = is_sink_larger ? 1.0f : expf(sink - top - top_low);
-        total = (sees_keys ? total * share : 0.0f) + sink_share;
-        if (is_sink_larger) {
-          top = sink;
-          top_low = 0.0f;
-        }
-      }
-      const float log_sum = logf(total);
-      lse = top + log_sum;
-      lse_low = (log_sum - (lse - top)) + top_low;
-      factor = share / total;
+    RowResult result = {-kInfinity, 0.0f, 0.0f};
+    if (is_row_valid(row)) {
+      result = finish_softmax(row_max_[r], total, sink, !Config::kIsGeneral);
       if constexpr (Config::kIsGeneral) {
-        if (has_dropout()) factor *= shared_.dropout.scale;
+        if (has_dropout()) result.factor *= shared_.dropout.scale;
       }
     }
     if (lane_idx_ % 4 == 0 && row < shared_.place.query_rows) {
@@ -208,10 +178,10 @@ class WarpRows {
       const int64_t index =
           (shared_.place.batch * attention.T + shared_.place.query_begin + row) * attention.N +
           shared_.head;
-      params_.lse[index] = lse;
-      params_.lse_low[index] = lse_low;
+      params_.lse[index] = result.lse;
+      params_.lse_low[index] = result.lse_low;
     }
-    return factor;
+    return result.factor;
   }
 
   // Each warp normalises its rows, stages them in its own part of sQ and writes them out.
@@ -230,9 +200,10 @@ class WarpRows {
       for (int j = 0; j < Config::kOutputTiles; ++j) {
         const float* pair = &output_.values[r / 2][j][r % 2 * 2];
         const bool is_zero = factor == 0.0f;  // whatever the accumulator holds
-        const uint32_t packed = ptx::pack<Element>(is_zero ? 0.0f : pair[0] * factor,
-                                                   is_zero ? 0.0f : pair[1] * factor);
-        *reinterpret_cast<uint32_t*>(&shared_.q.at(row, 8 * j + lane_idx_ % 4 * 2)) = packed;
+        const ptx::Pair<Element> packed = ptx::pack<Element>(is_zero ? 0.0f : pair[0] * factor,
+                                                             is_zero ? 0.0f : pair[1] * factor);
+        *reinterpret_cast<ptx::Pair<Element>*>(&shared_.q.at(row, 8 * j + lane_idx_ % 4 * 2)) =
+            packed;
       }
     }
     // The warp's rows of sQ hold its output.
@@ -245,18 +216,19 @@ class WarpRows {
   }
 
   __device__ __forceinline__ void store_rows(const Rows<Element>& out) {
-    constexpr int kRowChunks = kHeadDim / mma::kChunk;
-    uint16_t* data = reinterpret_cast<uint16_t*>(const_cast<Element*>(out.data));
+    using Stored = typename Config::Stored;
+    constexpr int kRowChunks = Config::QTile::kRowChunks;
+    Stored* data = reinterpret_cast<Stored*>(const_cast<Element*>(out.data));
     for (int i = lane_idx_; i < Config::kWarpRows * kRowChunks; i += 32) {
       const int shared_row = warp_row_ + i / kRowChunks, chunk = i % kRowChunks;
       const int row = shared_.place.row_begin + shared_row;
-      if (row >= shared_.place.query_rows || chunk * mma::kChunk >= out.features) continue;
-      uint16_t* destination = data + row * out.row_stride + chunk * mma::kChunk;
-      const uint16_t* source = shared_.q.chunk_at(shared_row, chunk);
+      if (row >= shared_.place.query_rows || chunk * kChunk >= out.features) continue;
+      Stored* destination = data + row * out.row_stride + chunk * kChunk;
+      const Stored* source = shared_.q.chunk_at(shared_row, chunk);
       if (!Config::kIsGeneral || is_aligned()) {
         *reinterpret_cast<uint4*>(destination) = *reinterpret_cast<const uint4*>(source);
       } else {
-        const int width = min(mma::kChunk, out.features - chunk * mma::kChunk);
+        const int width = min(kChunk, out.features - chunk * kChunk);
         for (int element = 0; element < width; ++element) destination[element] = source[element];
       }
     }
