@@ -7,6 +7,7 @@
 #include "ffi/handlers.h"
 #include "launch/cpu.h"
 #if defined(JAXFLASH_HAS_CUDA)
+#include "launch/fa1.h"
 #include "launch/fa2.h"
 #endif
 
@@ -24,6 +25,8 @@ nb::dict registrations() {
   handlers["jaxflash_cpu_forward_v1"] = handler(jaxflash_cpu_forward_v1, "cpu");
   handlers["jaxflash_cpu_backward_v1"] = handler(jaxflash_cpu_backward_v1, "cpu");
 #if defined(JAXFLASH_HAS_CUDA)
+  handlers["jaxflash_fa1_forward_v1"] = handler(jaxflash_fa1_forward_v1, "CUDA");
+  handlers["jaxflash_fa1_backward_v1"] = handler(jaxflash_fa1_backward_v1, "CUDA");
   handlers["jaxflash_fa2_forward_v1"] = handler(jaxflash_fa2_forward_v1, "CUDA");
   handlers["jaxflash_fa2_backward_v1"] = handler(jaxflash_fa2_backward_v1, "CUDA");
 #endif
@@ -50,6 +53,10 @@ nb::tuple cuda_workspace_floats(const std::string& implementation, int64_t B, in
                                 int64_t dbias_elements, bool is_deterministic) {
   const jaxflash::launch::WorkspaceSizes sizes = {
       B, T, S, N, K, H, Hv, num_sequences, dbias_elements, is_deterministic};
+  if (implementation == "fa1") {
+    return nb::make_tuple(jaxflash::launch::fa1_forward_workspace_floats(sizes),
+                          jaxflash::launch::fa1_backward_workspace_floats(sizes));
+  }
   if (implementation == "fa2") {
     return nb::make_tuple(jaxflash::launch::fa2_forward_workspace_floats(sizes),
                           jaxflash::launch::fa2_backward_workspace_floats(sizes));

@@ -8,11 +8,22 @@
 #include "ffi/attrs.h"
 #include "ffi/checks.h"
 #include "ffi/handlers.h"
+#include "launch/fa1.h"
 #include "launch/fa2.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxflash::ffi {
 namespace {
+
+struct Fa1 {
+  static constexpr const char* kName = "fa1";
+  static constexpr bool kTakesSinks = false;
+  static constexpr auto refusal = launch::fa1_refusal;
+  static constexpr auto forward = launch::fa1_forward;
+  static constexpr auto backward = launch::fa1_backward;
+  static constexpr auto forward_workspace_floats = launch::fa1_forward_workspace_floats;
+  static constexpr auto backward_workspace_floats = launch::fa1_backward_workspace_floats;
+};
 
 struct Fa2 {
   static constexpr const char* kName = "fa2";
@@ -107,5 +118,7 @@ xla::ffi::Error run_backward(cudaStream_t stream, xla::ffi::RemainingArgs operan
                                     .Attrs<jaxflash::ffi::AttentionAttrs>(),       \
                                 {xla::ffi::Traits::kCmdBufferCompatible})
 
+JF_CUDA_HANDLER(jaxflash_fa1_forward_v1, jaxflash::ffi::run_forward<jaxflash::ffi::Fa1>);
+JF_CUDA_HANDLER(jaxflash_fa1_backward_v1, jaxflash::ffi::run_backward<jaxflash::ffi::Fa1>);
 JF_CUDA_HANDLER(jaxflash_fa2_forward_v1, jaxflash::ffi::run_forward<jaxflash::ffi::Fa2>);
 JF_CUDA_HANDLER(jaxflash_fa2_backward_v1, jaxflash::ffi::run_backward<jaxflash::ffi::Fa2>);
