@@ -9,6 +9,7 @@
 #if defined(JAXFLASH_HAS_CUDA)
 #include "launch/fa1.h"
 #include "launch/fa2.h"
+#include "launch/fa3.h"
 #endif
 
 namespace nb = nanobind;
@@ -29,6 +30,8 @@ nb::dict registrations() {
   handlers["jaxflash_fa1_backward_v1"] = handler(jaxflash_fa1_backward_v1, "CUDA");
   handlers["jaxflash_fa2_forward_v1"] = handler(jaxflash_fa2_forward_v1, "CUDA");
   handlers["jaxflash_fa2_backward_v1"] = handler(jaxflash_fa2_backward_v1, "CUDA");
+  handlers["jaxflash_fa3_forward_v1"] = handler(jaxflash_fa3_forward_v1, "CUDA");
+  handlers["jaxflash_fa3_backward_v1"] = handler(jaxflash_fa3_backward_v1, "CUDA");
 #endif
   return handlers;
 }
@@ -60,6 +63,10 @@ nb::tuple cuda_workspace_floats(const std::string& implementation, int64_t B, in
   if (implementation == "fa2") {
     return nb::make_tuple(jaxflash::launch::fa2_forward_workspace_floats(sizes),
                           jaxflash::launch::fa2_backward_workspace_floats(sizes));
+  }
+  if (implementation == "fa3") {
+    return nb::make_tuple(jaxflash::launch::fa3_forward_workspace_floats(sizes),
+                          jaxflash::launch::fa3_backward_workspace_floats(sizes));
   }
   throw nb::value_error(("no implementation " + implementation).c_str());
 }

@@ -57,27 +57,31 @@ FEATURES = {
     "deterministic gradients": _call(deterministic=True),
 }
 DEVICES = {  # what each implementation is asked about
+    "fa3": {"platform": "gpu", "compute_capability": (9, 0)},
     "fa2": {"platform": "gpu", "compute_capability": (9, 0)},
     "fa1": {"platform": "gpu", "compute_capability": (9, 0)},
     "cpu": {"platform": "cpu", "compute_capability": None},
 }
 # What no call can say: fixed properties of an implementation.
 PROPERTIES = {
-    "packed sequences (`flash_mha_varlen`)": {"fa2": "yes", "fa1": "no", "cpu": "yes", "reference": "yes"},
-    "differentiable lse": {"fa2": "yes", "fa1": "yes", "cpu": "yes", "reference": "yes"},
+    "packed sequences (`flash_mha_varlen`)": {"fa3": "no", "fa2": "yes", "fa1": "no", "cpu": "yes", "reference": "yes"},
+    "differentiable lse": {"fa3": "yes", "fa2": "yes", "fa1": "yes", "cpu": "yes", "reference": "yes"},
     "forward mode and second derivatives": {
+        "fa3": "no: reverse mode, once",
         "fa2": "no: reverse mode, once",
         "fa1": "no: reverse mode, once",
         "cpu": "no: reverse mode, once",
         "reference": "yes",
     },
     "memory beyond inputs and outputs": {
+        "fa3": "O(B N T H): dq in float32",
         "fa2": "O(B N T H): dq in float32",
         "fa1": "O(B N T H): out and dq in float32",
         "cpu": "O(B N T)",
         "reference": "O(B N T S)",
     },
     "runs on": {
+        "fa3": "NVIDIA GPUs of compute capability 9.0 (Hopper)",
         "fa2": "NVIDIA GPUs from compute capability 8.0",
         "fa1": "NVIDIA GPUs from compute capability 8.0",
         "cpu": "CPUs",

@@ -32,7 +32,7 @@ def pytest_runtest_setup(item):
 
 # What runs on a GPU alone. A call that such an implementation refuses is skipped with its reason, never passed; what
 # each of them must run is in tests/test_gpu.py.
-GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("fa2", "fa1")]
+GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("fa3", "fa2", "fa1")]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -121,9 +121,8 @@ class TestNamedImplementation:
         assert ("jaxflash_cpu_forward_v1" in text) == is_called
 
     def test_unknown_name_lists_the_known(self):
-        with pytest.raises(
-            ValueError, match="implementation must be one of 'fa2', 'fa1', 'cpu', 'reference', it was 'fa9'"
-        ):
+        known = "'fa2', 'fa3', 'fa1', 'cpu', 'reference'"
+        with pytest.raises(ValueError, match=f"implementation must be one of {known}, it was 'fa9'"):
             jaxflash.attention(*qkv(), implementation="fa9")
 
 
@@ -160,6 +159,7 @@ class TestWhy:
         assert str(jaxflash.why(*qkv())).splitlines() == [
             "chosen: reference",
             "  fa2: refuses: the library is away",
+            "  fa3: refuses: the library is away",
             "  fa1: refuses: the library is away",
             "  cpu: refuses: the library is away",
             "  reference: can run this call",
@@ -197,4 +197,46 @@ class TestPlatform:
 
 
 def test_names_are_in_order_of_preference():
-    assert _dispatch.implementations() == ("fa2", "fa1", "cpu", "reference")
+    assert _dispatch.implementations() == ("fa2", "fa3", "fa1", "cpu", "reference")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A complete build and an H100, as far as dispatch can tell."""
+    monkeypatch.setattr(ffi, "library_problem", lambda: None)
+    monkeypatch.setattr(ffi, "_build_problem", lambda name: None)
+    monkeypatch.setattr(_device, "platform_of", lambda *arrays: "gpu")
+    monkeypatch.setattr(_device, "compute_capability_of", lambda platform: (9, 0))
+
+
+def half_precision(T=128, S=128, N=8, K=2, H=64):
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, T, N, H), (2, S, K, H), (2, S, K, H))]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "implementation", "reason"),
+    [
+        ({"H": 257}, "fa2", "takes head dims up to 256, this call has 257"),
+        (
+            {"N": 2**19, "H": 128},
+            "fa2",
+            f"takes features of all heads together up to {2**26 - 1}, this call has {2**26}",
+        ),
+        ({"S": 2**30}, "fa2", f"takes lengths up to {2**30 - 1}, this call has {2**30}"),
+        ({"S": 2**23}, "fa1", f"takes lengths up to {2**23 - 1}, this call has {2**23}"),
+        ({"H": 136}, "fa1", "takes head dims up to 128, this call has 136"),
+        ({"H": 60}, "fa3", "takes head dims that are multiples of 8, this call has 60"),
+    ],
+    ids=str,
+)
+def test_sizes_that_gpu_kernels_refuse(hopper, sizes, implementation, reason):
+    assert jaxflash.why(*half_precision(**sizes)).reasons[implementation] == reason
+
+
+def test_fa3_is_taken_by_name_alone(hopper, monkeypatch):
+    """See _dispatch."""
+    arrays = half_precision()
+    assert jaxflash.why(*arrays).chosen == "fa2"
+    assert jaxflash.why(*arrays, implementation="fa3").chosen == "fa3"
+    monkeypatch.setattr(_device, "compute_capability_of", lambda platform: (10, 0))
+    assert "needs compute capability 9.0" in jaxflash.why(*arrays).reasons["fa3"]

@@ -27,8 +27,8 @@ import jaxflash
 pytestmark = pytest.mark.gpu
 
 HALF = ("bfloat16", "float16")
-CONFIGS = {"fa2": 1000, "fa1": 300}
-LONG_CONFIGS = {"fa2": 100, "fa1": 50}  # several tiles in each direction
+CONFIGS = {"fa3": 1000, "fa2": 1000, "fa1": 300}
+LONG_CONFIGS = {"fa3": 100, "fa2": 100, "fa1": 50}  # several tiles in each direction
 SEEDS_PER_TEST = 25
 REPEATS = 1000
 DROPOUT = {"dropout_rate": 0.2, "dropout_key": np.array([0, 7], np.uint32)}
@@ -47,6 +47,11 @@ def adapted(kernel: str, case: cases.Case) -> cases.Case:
     if kernel == "fa1":
         untaken = {"bias": None, "sinks": None, "logits_soft_cap": None, "sequences": 0}
         case = dataclasses.replace(case, **untaken, H=min(case.H, 128), Hv=min(case.Hv, 128))
+    if kernel == "fa3":
+        untaken = dict.fromkeys(("bias", "mask", "logits_soft_cap", "block_mask")) | {"segments": 0, "sequences": 0}
+        sizes = {name: min(-(-getattr(case, name) // 8) * 8, 128) for name in ("H", "Hv")}
+        scale = case.scale if case.scale is None or case.scale > 0 else None
+        case = dataclasses.replace(case, **untaken, **sizes, scale=scale, dropout_rate=0.0)
     return case
 
 

@@ -10,7 +10,7 @@ from jaxflash._backends import ffi
 ROOT = Path(__file__).parent.parent
 
 # Lowest first; a file may include its own folder and those below.
-KERNELS = ["kernels/cpu", "kernels/fa1_sm80", "kernels/fa2_sm80"]
+KERNELS = ["kernels/cpu", "kernels/fa1_sm80", "kernels/fa2_sm80", "kernels/fa3_sm90"]
 CSRC_LAYERS = ["base", "ptx", "mma", "device", *KERNELS, "launch", "ffi", "."]
 CSRC_TOP_FILES = {"params.h": "base", "module.cc": "."}  # params.h is plain data that every layer may read
 

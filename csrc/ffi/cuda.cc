@@ -10,6 +10,7 @@
 #include "ffi/handlers.h"
 #include "launch/fa1.h"
 #include "launch/fa2.h"
+#include "launch/fa3.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxflash::ffi {
@@ -35,6 +36,16 @@ struct Fa2 {
   static constexpr auto backward = launch::fa2_backward;
   static constexpr auto forward_workspace_floats = launch::fa2_forward_workspace_floats;
   static constexpr auto backward_workspace_floats = launch::fa2_backward_workspace_floats;
+};
+
+struct Fa3 {
+  static constexpr const char* kName = "fa3";
+  static constexpr bool kTakesSinks = true;
+  static constexpr auto refusal = launch::fa3_refusal;
+  static constexpr auto forward = launch::fa3_forward;
+  static constexpr auto backward = launch::fa3_backward;
+  static constexpr auto forward_workspace_floats = launch::fa3_forward_workspace_floats;
+  static constexpr auto backward_workspace_floats = launch::fa3_backward_workspace_floats;
 };
 
 xla::ffi::Error launched(cudaError_t error, const std::string& what) {
@@ -122,3 +133,5 @@ JF_CUDA_HANDLER(jaxflash_fa1_forward_v1, jaxflash::ffi::run_forward<jaxflash::ff
 JF_CUDA_HANDLER(jaxflash_fa1_backward_v1, jaxflash::ffi::run_backward<jaxflash::ffi::Fa1>);
 JF_CUDA_HANDLER(jaxflash_fa2_forward_v1, jaxflash::ffi::run_forward<jaxflash::ffi::Fa2>);
 JF_CUDA_HANDLER(jaxflash_fa2_backward_v1, jaxflash::ffi::run_backward<jaxflash::ffi::Fa2>);
+JF_CUDA_HANDLER(jaxflash_fa3_forward_v1, jaxflash::ffi::run_forward<jaxflash::ffi::Fa3>);
+JF_CUDA_HANDLER(jaxflash_fa3_backward_v1, jaxflash::ffi::run_backward<jaxflash::ffi::Fa3>);

@@ -11,5 +11,7 @@ XLA_FFI_Error* jaxflash_fa1_forward_v1(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* jaxflash_fa1_backward_v1(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* jaxflash_fa2_forward_v1(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* jaxflash_fa2_backward_v1(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* jaxflash_fa3_forward_v1(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* jaxflash_fa3_backward_v1(XLA_FFI_CallFrame* call_frame);
 #endif
 }

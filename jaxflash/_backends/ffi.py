@@ -44,6 +44,20 @@ class _Kernels:
 
 
 _KERNELS = {
+    "fa3": _Kernels(
+        platform="gpu",
+        dtypes=(jnp.bfloat16, jnp.float16),
+        compute_capability=(9, 0),
+        is_capability_exact=True,
+        head_dim=128,
+        head_dim_multiple=8,
+        batch_dims=4,
+        length=2**30 - 1,
+        untaken=("bias", "mask", "block_mask", "query_segment_ids", "query_offsets"),
+        takes_soft_cap=False,
+        takes_dropout=False,
+        takes_any_scale=False,
+    ),
     "fa2": _Kernels(
         platform="gpu",
         dtypes=(jnp.float32, jnp.bfloat16, jnp.float16),

@@ -25,7 +25,7 @@ from jaxflash._types import OPERAND_DIMS, KernelCall, Operands
 
 Axes = tuple[str, ...]
 
-_BACKENDS = {"fa2": ffi.run, "fa1": ffi.run, "cpu": ffi.run}
+_BACKENDS = {"fa3": ffi.run, "fa2": ffi.run, "fa1": ffi.run, "cpu": ffi.run}
 
 
 @dataclasses.dataclass(frozen=True)

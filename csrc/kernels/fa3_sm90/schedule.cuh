@@ -1,0 +1,59 @@
+// In which order the clusters work off the tiles of the forward.
+#pragma once
+
+#include <cstdint>
+
+#include "device/sequence.cuh"
+#include "device/visibility.cuh"
+#include "kernels/fa3_sm90/config.h"
+
+namespace jaxflash::fa3_sm90 {
+
+// Tiles are counted 0 .. num_tiles - 1: sections of heads whose keys and values fit L2 together,
+// and inside a section the last rows of all its heads first: with a causal mask those see the most
+// keys, so the long tiles start early and the short ones fill the gaps at the end.
+struct Schedule {
+  int num_tiles;
+  int tiles_per_head;  // a tile is kCluster * kBlockQ rows
+  int num_heads;       // B * N
+  int section_heads;
+  // Clusters draw their next tile here where tiles differ in length, 0 at the launch; nullptr =
+  // every cluster takes its tiles at a fixed stride.
+  int* drawn;
+};
+
+template <class Config>
+__device__ __forceinline__ WorkTile locate(const AttentionParams& params,
+                                           const SequenceInputs& inputs, const Schedule& schedule,
+                                           int index) {
+  constexpr int kRows = Config::kCluster * Config::kBlockQ;
+  WorkTile tile = {};
+  tile.row_begin = -1;
+  if (index >= schedule.num_tiles) return tile;
+  const int section_tiles = schedule.section_heads * schedule.tiles_per_head;
+  const int section = index / section_tiles;
+  const int first_head = section * schedule.section_heads;
+  const int heads = min(schedule.section_heads, schedule.num_heads - first_head);
+  const int in_section = index - section * section_tiles;
+  const int from_last = in_section / heads;
+  const int entry = first_head + in_section - from_last * heads;
+  tile.row_begin = (schedule.tiles_per_head - 1 - from_last) * kRows;
+  tile.batch = entry / static_cast<int>(params.N);
+  tile.head = entry - tile.batch * static_cast<int>(params.N);
+  tile.kv_head = tile.head / static_cast<int>(params.group_size);
+
+  device::SequenceTile place = {};
+  place.query_len =
+      device::length_of(inputs.query_lengths, params, tile.batch, static_cast<int>(params.T));
+  place.kv_len =
+      device::length_of(inputs.kv_lengths, params, tile.batch, static_cast<int>(params.S));
+  if (inputs.is_bottom_right) place.diagonal_offset = place.kv_len - place.query_len;
+  tile.see = device::make_window(params, place);
+  int begin, end;
+  device::kv_range(tile.see, tile.row_begin, tile.row_begin + kRows, &begin, &end);
+  tile.block_begin = begin / Config::kBlockKV;
+  tile.block_end = begin < end ? (end + Config::kBlockKV - 1) / Config::kBlockKV : tile.block_begin;
+  return tile;
+}
+
+}  // namespace jaxflash::fa3_sm90
