@@ -24,6 +24,7 @@ def describe() -> dict[str, object]:
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "cpu_model": cpu_model(),
         "cores": core_count(),
+        "load_average": round(os.getloadavg()[0], 2),  # other work beside a measurement spoils it
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,

@@ -38,6 +38,7 @@ METRICS = {  # what a row calls the sum of these counters
 }
 MARKER = "sin"  # in the name of the kernel that runs before each length
 CONTENDERS = {
+    "jaxflash-fa3": functools.partial(jaxflash.attention, implementation="fa3"),
     "jaxflash-fa2": functools.partial(jaxflash.attention, implementation="fa2"),
     "jaxflash-fa1": functools.partial(jaxflash.attention, implementation="fa1"),
     "jax-xla": functools.partial(jax.nn.dot_product_attention, implementation="xla"),

@@ -14,7 +14,7 @@ import functools
 import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -26,6 +26,7 @@ from benchmarks.contenders import Shape
 from benchmarks.device_timing import program, seconds
 
 TOKENS, HIDDEN = 16_384, 2048
+PASSES = {False: "forward", True: "forward+backward"}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -54,17 +55,19 @@ def wait(results) -> None:
         jax.block_until_ready(results)
 
 
-def measure(implementations, shape: Shape, is_causal: bool, has_backward: bool, rounds: int, calls: int) -> dict:
+def measure(
+    implementations, has_cudnn: bool, shape: Shape, is_causal: bool, has_backward: bool, rounds: int, calls: int
+) -> dict:
     """Median TFLOP/s of each contender in one cell."""
     contenders = {
         f"jaxflash-{name}": program(
             functools.partial(jaxflash.attention, implementation=name, is_causal=is_causal), shape, has_backward, calls
         )
         for name in implementations
-        if shape.H <= 128 or name != "fa1"
+        if shape.H <= 128 or name == "fa2"
     }
     contenders["torch-fa2"] = theirs(shape, is_causal, has_backward, calls)
-    if shape.H <= 128:  # beyond, its backward and, for some lengths, its forward refuse
+    if has_cudnn and shape.H <= 128:  # beyond, its backward and, for some lengths, its forward refuse
         cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=is_causal)
         contenders["jax-cudnn"] = program(cudnn, shape, has_backward, calls)
     samples = {name: [] for name in contenders}
@@ -79,7 +82,8 @@ def measure(implementations, shape: Shape, is_causal: bool, has_backward: bool, 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--implementations", nargs="+", default=["fa2", "fa1"])
+    parser.add_argument("--implementations", nargs="+", default=["fa3", "fa2", "fa1"])
+    parser.add_argument("--no-cudnn", action="store_true", help="leave cuDNN through jax.nn out")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 16_384])
     parser.add_argument("--rounds", type=int, default=7)
@@ -87,25 +91,35 @@ def main():
     options = parser.parse_args()
 
     rows = []
-    cells = itertools.product((False, True), options.head_dims, (False, True), options.lengths)
-    for has_backward, head_dim, is_causal, length in cells:
+    try:
+        for row in measure_cells(options):
+            rows.append(row)
+    finally:  # an interrupted run keeps what it has measured
+        report(rows, options.implementations)
+
+
+def measure_cells(options) -> Iterator[dict]:
+    for has_backward, head_dim, is_causal, length in itertools.product(
+        (False, True), options.head_dims, (False, True), options.lengths
+    ):
         heads = HIDDEN // head_dim
         shape = Shape(B=TOKENS // length, T=length, S=length, N=heads, K=heads, H=head_dim)
-        speeds = measure(options.implementations, shape, is_causal, has_backward, options.rounds, options.calls)
-        rows.append({"head_dim": head_dim, "length": length, "is_causal": is_causal, "has_backward": has_backward})
-        rows[-1]["tflops"] = speeds
+        names = options.implementations
+        speeds = measure(names, not options.no_cudnn, shape, is_causal, has_backward, options.rounds, options.calls)
         shown = "  ".join(f"{name} {speed:6.1f}" for name, speed in speeds.items())
-        kind = "forward+backward" if has_backward else "forward"
-        print(f"{kind:17}d={head_dim:<4}T={length:<6}{'causal' if is_causal else 'full':7}{shown}", flush=True)
-    for has_backward, name in itertools.product((False, True), options.implementations):
-        of_kind = [row["tflops"] for row in rows if row["has_backward"] == has_backward]
-        ratios = [
-            speeds[f"jaxflash-{name}"] / speeds["torch-fa2"] for speeds in of_kind if f"jaxflash-{name}" in speeds
-        ]
-        kind = "forward+backward" if has_backward else "forward"
-        mean = statistics.geometric_mean(ratios)
-        print(f"{name} {kind}: {mean:.3f} times torch-fa2, {min(ratios):.3f} to {max(ratios):.3f}")
+        mask = "causal" if is_causal else "full"
+        print(f"{PASSES[has_backward]:17}d={head_dim:<4}T={length:<6}{mask:7}{shown}", flush=True)
+        cell = {"head_dim": head_dim, "length": length, "is_causal": is_causal, "has_backward": has_backward}
+        yield cell | {"tflops": speeds}
 
+
+def report(rows: list[dict], implementations: list[str]) -> None:
+    for has_backward, name in itertools.product((False, True), implementations):
+        speeds = [row["tflops"] for row in rows if row["has_backward"] == has_backward]
+        ratios = [cell[f"jaxflash-{name}"] / cell["torch-fa2"] for cell in speeds if f"jaxflash-{name}" in cell]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            print(f"{name} {PASSES[has_backward]}: {mean:.3f} times torch-fa2, {min(ratios):.3f} to {max(ratios):.3f}")
     facts = environment.describe()
     facts["versions"] |= {"torch": torch.__version__}
     path = RESULTS / f"torch-peer-{facts['date'][:10]}-{environment.device_slug(facts)}.json"
