@@ -58,4 +58,11 @@ __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
+// The same value, unknown to the compiler: else it computes the addresses of every copy and
+// fragment before the loop, runs out of registers and spills them.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 }  // namespace jaxflash::ptx

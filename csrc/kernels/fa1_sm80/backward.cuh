@@ -161,7 +161,7 @@ class BackwardBlock {
   // --- One step ---------------------------------------------------------------------------------
 
   __device__ __forceinline__ void visit(int first_row, int column, bool is_partial, int stage) {
-    const int lane_idx = opaque(lane_idx_);
+    const int lane_idx = ptx::opaque(lane_idx_);
     const int warp_column = warp_idx_ * Config::kWarpKeys;
     const StepTile<Config>&q = shared_.q[stage], &dout = shared_.dout[stage];
 #pragma unroll 1

@@ -3,24 +3,11 @@
 
 #include <cuda_runtime.h>
 
+#include "base/launch_kernel.cuh"
 #include "kernels/fa1_sm80/backward.cuh"
 #include "kernels/fa1_sm80/run.cuh"
 
 namespace jaxflash::fa1_sm80 {
-
-template <class Kernel, class... Arguments>
-cudaError_t launch_kernel(Kernel kernel, int64_t ctas, int threads, int shared_bytes,
-                          cudaStream_t stream, const Arguments&... arguments) {
-  if (ctas == 0) return cudaSuccess;
-  if (ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (shared_bytes > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  kernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(arguments...);
-  return cudaGetLastError();
-}
 
 // Whether one CTA should own all column blocks of a KV head: where that keeps the card about as
 // busy as a CTA for each block, it saves the atomics.

@@ -210,7 +210,7 @@ class ForwardHead : HeadState<Config> {
   __device__ __forceinline__ void compute_scores(const Tile16<Config::kBlockQ, kHeadDim>& q,
                                                  Scores* scores) {
     scores->clear();
-    const int lane_idx = opaque(lane_idx_);
+    const int lane_idx = ptx::opaque(lane_idx_);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t a[4];

@@ -5,6 +5,7 @@
 // to shared memory ahead of time, merge and write it back, and never meet other threads' rows.
 #pragma once
 
+#include "device/row_result.cuh"
 #include "kernels/fa1_sm80/load.cuh"
 #include "kernels/fa1_sm80/row_tiles.cuh"
 #include "ptx/math.cuh"
@@ -231,16 +232,9 @@ class HeadState {
       }
     }
     if (threadIdx.x % kRowThreads != 0) return;
-    float lse = -kInfinity, lse_low = 0.0f;
-    if (sees_keys) {
-      const float top = state.max * device::kLn2;
-      const float top_low = fmaf(state.max, device::kLn2, -top) + state.max * device::kLn2Low;
-      const float log_sum = logf(state.sum);
-      lse = top + log_sum;
-      lse_low = (log_sum - (lse - top)) + top_low;
-    }
-    params_.lse[index] = lse;
-    params_.lse_low[index] = lse_low;
+    const device::RowResult result = device::finish_softmax(state.max, state.sum, -kInfinity, true);
+    params_.lse[index] = result.lse;
+    params_.lse_low[index] = result.lse_low;
   }
 
  protected:

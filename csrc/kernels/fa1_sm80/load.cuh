@@ -6,6 +6,7 @@
 #include "device/visibility.cuh"
 #include "mma/shared_tile.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
 
 namespace jaxflash::fa1_sm80 {
 
@@ -13,13 +14,6 @@ namespace jaxflash::fa1_sm80 {
 template <int kRows, int kColumns>
 using Tile16 = mma::SharedTile<uint16_t, kRows, kColumns>;
 constexpr int kChunk = 8;  // elements in 16 bytes
-
-// The same value, unknown to the compiler: else it computes the addresses of every copy and
-// fragment before the loop, runs out of registers and spills them.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
 
 // Rows of one head of one batch entry: row r starts at data + r * row_stride.
 struct HeadRows {
@@ -53,7 +47,7 @@ __device__ __forceinline__ void load_rows(const HeadRows& rows, int begin, int e
   }
   constexpr int kRowsPerPass = kNumThreads / Tile::kRowChunks;
   static_assert(Tile::kNumRows % kRowsPerPass == 0, "every pass must fill whole rows");
-  const int thread_idx = opaque(threadIdx.x);
+  const int thread_idx = ptx::opaque(threadIdx.x);
   const int chunk = thread_idx % Tile::kRowChunks, first_row = thread_idx / Tile::kRowChunks;
   const bool has_chunk = chunk * kChunk < rows.features;
   const uint16_t* source = rows.data + (begin + first_row) * rows.row_stride + chunk * kChunk;

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "base/launch_kernel.cuh"
 #include "kernels/fa1_sm80/forward.cuh"
 
 namespace jaxflash::fa1_sm80 {
@@ -42,7 +43,7 @@ cudaError_t run_forward(const ForwardParams& params, const SequenceInputs& input
   const int64_t heads = attention.B * attention.N;
   if (heads == 0 || attention.T == 0) return cudaSuccess;
   int multiprocessors = 0;
-  cudaError_t error = multiprocessor_count(&multiprocessors);
+  const cudaError_t error = multiprocessor_count(&multiprocessors);
   if (error != cudaSuccess) return error;
   // With a block mask CTAs have unequal work, which several waves even out, and the rows of a mask
   // block stay together, so that a CTA meets few column blocks.
@@ -52,15 +53,8 @@ cudaError_t run_forward(const ForwardParams& params, const SequenceInputs& input
       choose_splits(heads, ceil_div(attention.T, Config::kBlockQ << workspace.log2_group),
                     Config::kMaxTiles >> workspace.log2_group,
                     multiprocessors * Config::kMinBlocksPerSM, has_blocks ? 4 : 0);
-  const int64_t ctas = heads * workspace.splits;
-  if (ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
-  error = cudaFuncSetAttribute(forward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               Config::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  forward_kernel<Config>
-      <<<static_cast<unsigned>(ctas), Config::kNumThreads, Config::kSharedBytes, stream>>>(
-          params, inputs, workspace);
-  return cudaGetLastError();
+  return launch_kernel(forward_kernel<Config>, heads * workspace.splits, Config::kNumThreads,
+                       Config::kSharedBytes, stream, params, inputs, workspace);
 }
 
 }  // namespace jaxflash::fa1_sm80

@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   sums.clear();
   BiasStep loaded = {-1, -1, -1, -1};
   for (int64_t index = steps * owned.part / plan.parts; index < end; ++index) {
-    asm volatile("" : "+r"(lane_idx));  // as in the key/value kernel
+    lane_idx = ptx::opaque(lane_idx);  // as in the key/value kernel
     const BiasStep step = step_of_walk(attention, plan, owned, index);
     const device::SequenceTile place =
         device::locate_tile<true, Config::kBlockQ>(attention, inputs, step.batch, step.query_tile);

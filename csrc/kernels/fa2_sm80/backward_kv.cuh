@@ -54,18 +54,29 @@ struct KvGrid {
   int heads_together;
 };
 
+// What a CTA owns.
 struct KvTilePlace {
-  int tile, kv_head, batch;
+  device::SequenceTile sequence;
+  int kv_head;
+  bool has_rows;
 };
 
+template <class Config>
 __device__ __forceinline__ KvTilePlace locate_kv_tile(const AttentionParams& params,
+                                                      const SequenceInputs& inputs,
                                                       const KvGrid& grid) {
   const int K = static_cast<int>(params.K), num_heads = static_cast<int>(params.B) * K;
   const int block_ctas = grid.tiles * grid.heads_together;
   const int first_head = blockIdx.x / block_ctas * grid.heads_together;
   const int heads = min(grid.heads_together, num_heads - first_head);  // of this block
   const int place = blockIdx.x % block_ctas, head = first_head + place % heads;
-  return {place / heads, head % K, head / K};
+  KvTilePlace owned;
+  owned.kv_head = head % K;
+  owned.sequence =
+      device::locate_tile<false, Config::kBlockKV>(params, inputs, head / K, place / heads);
+  owned.has_rows =
+      owned.sequence.row_begin >= 0 && owned.sequence.row_begin < owned.sequence.kv_rows;
+  return owned;
 }
 
 // The (head, query tile) pairs that an owned tile of keys meets, heads outside.
@@ -208,7 +219,7 @@ __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
   while (has_tile) {
     // Opaque, so that the many addresses inside shared memory are formed where they are used and
     // not once, before the loop, at the price of spills.
-    asm volatile("" : "+r"(warp.lane_idx));
+    warp.lane_idx = ptx::opaque(warp.lane_idx);
     const int lane_idx = warp.lane_idx, head = stream.head, tile = stream.tile;
     const bool is_partial = stream.is_partial;
     auto see = stream.see;
@@ -289,12 +300,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                        const __grid_constant__ KvGrid grid) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_memory);
-  const KvTilePlace owned = locate_kv_tile(params.attention, grid);
-  const device::SequenceTile place = device::locate_tile<false, Config::kBlockKV>(
-      params.attention, inputs, owned.batch, owned.tile);
-  if (place.row_begin < 0 || place.row_begin >= place.kv_rows) return;
-  backward_kv_tile<Config, Element, kIsGeneral>(params, inputs, workspace, place, owned.kv_head,
-                                                shared);
+  const KvTilePlace owned = locate_kv_tile<Config>(params.attention, inputs, grid);
+  if (!owned.has_rows) return;
+  backward_kv_tile<Config, Element, kIsGeneral>(params, inputs, workspace, owned.sequence,
+                                                owned.kv_head, shared);
 }
 
 }  // namespace jaxflash::fa2_sm80

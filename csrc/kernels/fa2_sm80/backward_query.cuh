@@ -187,7 +187,7 @@ __device__ __forceinline__ void backward_query_tile(const BackwardParams& params
   }
   int stage = 0;
   while (has_tile) {
-    asm volatile("" : "+r"(lane_idx));  // as in the key/value kernel
+    lane_idx = ptx::opaque(lane_idx);  // as in the key/value kernel
     const int first_key = stream.tile * Config::kBlockKV;
     const bool is_partial = stream.is_partial;
     ptx::cp_async_wait<0>();

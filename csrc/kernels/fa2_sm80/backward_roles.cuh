@@ -170,7 +170,7 @@ __device__ __forceinline__ void backward_roles_tile(const BackwardParams& params
   int stage = 0, buffer = 0;
   float* previous = nullptr;  // the sums of the step before, where dQ is missing
   while (has_tile) {
-    asm volatile("" : "+r"(warp.lane_idx));  // as in backward_kv.cuh
+    warp.lane_idx = ptx::opaque(warp.lane_idx);  // as in backward_kv.cuh
     const int lane_idx = warp.lane_idx, tile = stream.tile;
     const bool is_partial = stream.is_partial;
     float* sums = workspace.dq;
@@ -251,11 +251,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                           const __grid_constant__ KvGrid grid) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_memory);
-  const KvTilePlace owned = locate_kv_tile(params.attention, grid);
-  const device::SequenceTile place = device::locate_tile<false, Config::kBlockKV>(
-      params.attention, inputs, owned.batch, owned.tile);
-  if (place.row_begin < 0 || place.row_begin >= place.kv_rows) return;
-  backward_roles_tile<Config, Element>(params, inputs, workspace, place, owned.kv_head, shared);
+  const KvTilePlace owned = locate_kv_tile<Config>(params.attention, inputs, grid);
+  if (!owned.has_rows) return;
+  backward_roles_tile<Config, Element>(params, inputs, workspace, owned.sequence, owned.kv_head,
+                                       shared);
 }
 
 }  // namespace jaxflash::fa2_sm80

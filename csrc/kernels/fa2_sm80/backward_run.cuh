@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "base/launch_kernel.cuh"
 #include "kernels/fa2_sm80/backward_bias.cuh"
 #include "kernels/fa2_sm80/backward_kv.cuh"
 #include "kernels/fa2_sm80/backward_prepare.cuh"
@@ -11,20 +12,6 @@
 #include "kernels/fa2_sm80/config.h"
 
 namespace jaxflash::fa2_sm80 {
-
-template <class Kernel, class... Arguments>
-cudaError_t launch_kernel(Kernel kernel, int64_t ctas, int threads, int shared_bytes,
-                          cudaStream_t stream, const Arguments&... arguments) {
-  if (ctas == 0) return cudaSuccess;
-  if (ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (shared_bytes > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  kernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(arguments...);
-  return cudaGetLastError();
-}
 
 template <class Element>
 cudaError_t convert_bias_as(const float* sums, int parts, const BiasGradient& dbias,

@@ -185,13 +185,7 @@ class ForwardTile : WarpRows<Config> {
     accumulate_output(shared_.v[stage], scores);
   }
 
-  // The lane, unknown to the compiler: else it computes the addresses of every fragment before the
-  // loop, runs out of registers and spills them.
-  __device__ __forceinline__ int opaque_lane() const {
-    int lane_idx = lane_idx_;
-    asm volatile("" : "+r"(lane_idx));
-    return lane_idx & 31;
-  }
+  __device__ __forceinline__ int opaque_lane() const { return ptx::opaque(lane_idx_) & 31; }
 
   // Fragment `a` of the warp's rows and features 16 step .. 16 step + 15.
   __device__ __forceinline__ void read_queries(int step, int lane_idx, mma::Fragment<Element>* a) {

@@ -9,9 +9,9 @@
 // batch and the device. Limits: Hv <= kCombineMaxColumns.
 #pragma once
 
+#include "device/row_result.cuh"
 #include "device/sequence.cuh"
 #include "device/visibility.cuh"
-#include "kernels/fa2_sm80/row_result.cuh"
 #include "kernels/fa2_sm80/split_config.h"
 #include "ptx/math.cuh"
 
@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps)
     *reinterpret_cast<float4*>(&sums[threadIdx.x / 32][column]) = merge.sum_output(column);
   }
   __syncthreads();  // the sums of all warps are visible
-  RowResult result = {-device::kInfinity, 0.0f, 0.0f};
-  if (is_valid) result = finish_softmax(merge.row_max(), merge.row_sum(), sink, is_log2);
+  device::RowResult result = {-device::kInfinity, 0.0f, 0.0f};
+  if (is_valid) result = device::finish_softmax(merge.row_max(), merge.row_sum(), sink, is_log2);
   if (attention.dropout_threshold > 0) result.factor *= attention.dropout_scale;
   if (threadIdx.x == 0) {
     params.lse[row] = result.lse;

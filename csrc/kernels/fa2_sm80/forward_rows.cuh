@@ -7,10 +7,10 @@
 #pragma once
 
 #include "device/dropout.cuh"
+#include "device/row_result.cuh"
 #include "device/visibility.cuh"
 #include "kernels/fa2_sm80/config.h"
 #include "kernels/fa2_sm80/load.cuh"
-#include "kernels/fa2_sm80/row_result.cuh"
 #include "mma/fragment.cuh"
 #include "ptx/math.cuh"
 
@@ -166,9 +166,9 @@ class WarpRows {
     float total = row_sum_[r];
     total += __shfl_xor_sync(kAllLanes, total, 1);
     total += __shfl_xor_sync(kAllLanes, total, 2);
-    RowResult result = {-kInfinity, 0.0f, 0.0f};
+    device::RowResult result = {-kInfinity, 0.0f, 0.0f};
     if (is_row_valid(row)) {
-      result = finish_softmax(row_max_[r], total, sink, !Config::kIsGeneral);
+      result = device::finish_softmax(row_max_[r], total, sink, !Config::kIsGeneral);
       if constexpr (Config::kIsGeneral) {
         if (has_dropout()) result.factor *= shared_.dropout.scale;
       }

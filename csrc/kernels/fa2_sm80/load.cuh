@@ -6,6 +6,7 @@
 #include "device/visibility.cuh"
 #include "mma/shared_tile.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
 
 namespace jaxflash::fa2_sm80 {
 
@@ -26,8 +27,7 @@ __device__ __forceinline__ void load_rows_async(const Rows<Element>& rows, int b
   constexpr int kRowsPerPass = kNumThreads / Tile::kRowChunks;
   static_assert(Tile::kNumRows % kRowsPerPass == 0, "every pass must fill whole rows");
   // Opaque, or the compiler computes every tile's addresses before the loop and spills them.
-  int thread_idx = threadIdx.x;
-  asm volatile("" : "+r"(thread_idx));
+  const int thread_idx = ptx::opaque(threadIdx.x);
   const int chunk = thread_idx % Tile::kRowChunks, first_row = thread_idx / Tile::kRowChunks;
   const bool has_chunk = chunk * Tile::kChunk < rows.features;
   const Element* source = rows.data + (begin + first_row) * rows.row_stride + chunk * Tile::kChunk;

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "base/launch_kernel.cuh"
 #include "kernels/fa2_sm80/forward_combine.cuh"
 #include "kernels/fa2_sm80/forward_split.cuh"
 
@@ -59,9 +60,8 @@ cudaError_t run_split(const ForwardParams& params, const SequenceInputs& inputs,
   }
   if (error != cudaSuccess) return error;
   const int threads = 32 * combine_warps(plan.num_chunks);
-  forward_combine_kernel<Element><<<static_cast<unsigned>(num_rows), threads, 0, stream>>>(
-      params, inputs, plan, kHeadDim, kFeatures == Features::kPlain);
-  return cudaGetLastError();
+  return launch_kernel(forward_combine_kernel<Element>, num_rows, threads, 0, stream, params,
+                       inputs, plan, kHeadDim, kFeatures == Features::kPlain);
 }
 
 }  // namespace jaxflash::fa2_sm80

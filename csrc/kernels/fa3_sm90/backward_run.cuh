@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "base/launch_kernel.cuh"
 #include "kernels/fa3_sm90/backward.cuh"
 #include "kernels/fa3_sm90/backward_prepare.cuh"
 #include "kernels/fa3_sm90/tensor_map.h"
@@ -15,20 +16,6 @@ template <class Config>
 int64_t workspace_floats(int64_t B, int64_t T, int64_t N) {
   return backward_workspace_floats(B * N * tiles_of(T, Config::kBlockQ), Config::kBlockQ,
                                    Config::kHeadDim);
-}
-
-template <class Kernel, class... Arguments>
-cudaError_t launch_backward(Kernel kernel, int64_t ctas, int threads, int shared_bytes,
-                            cudaStream_t stream, const Arguments&... arguments) {
-  if (ctas == 0) return cudaSuccess;
-  if (ctas > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (shared_bytes > 0) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  kernel<<<static_cast<unsigned>(ctas), threads, shared_bytes, stream>>>(arguments...);
-  return cudaGetLastError();
 }
 
 template <class Config>
@@ -67,20 +54,20 @@ cudaError_t run_backward(const BackwardParams& params, const SequenceInputs& inp
   BackwardMaps maps = {};
   cudaError_t error = make_maps<Config>(params, &maps);
   if (error != cudaSuccess) return error;
-  error = launch_backward(backward_prepare_kernel<Config>, query_ctas, kPrepareThreads, 0, stream,
-                          params, inputs, workspace);
+  error = launch_kernel(backward_prepare_kernel<Config>, query_ctas, kPrepareThreads, 0, stream,
+                        params, inputs, workspace);
   if (error != cudaSuccess) return error;
   // A causal query tile meets its last key block first when the blocks start together, so that is
   // the order in which their dq comes without waiting.
   const bool is_reversed = attention.window_right >= 0;
   const auto kernel =
       is_deterministic ? backward_kernel<Config, true> : backward_kernel<Config, false>;
-  error = launch_backward(kernel, attention.B * attention.K * blocks, Config::kThreads,
-                          Config::kSharedBytes, stream, maps, params, inputs, workspace,
-                          static_cast<int>(blocks), is_reversed);
+  error = launch_kernel(kernel, attention.B * attention.K * blocks, Config::kThreads,
+                        Config::kSharedBytes, stream, maps, params, inputs, workspace,
+                        static_cast<int>(blocks), is_reversed);
   if (error != cudaSuccess) return error;
-  return launch_backward(backward_convert_kernel<Config>, query_ctas, kPrepareThreads, 0, stream,
-                         params, workspace);
+  return launch_kernel(backward_convert_kernel<Config>, query_ctas, kPrepareThreads, 0, stream,
+                       params, workspace);
 }
 
 }  // namespace jaxflash::fa3_sm90

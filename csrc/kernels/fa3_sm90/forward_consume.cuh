@@ -2,6 +2,7 @@
 // and the barriers are in forward.cuh, the arithmetic on the rows in forward_rows.cuh.
 #pragma once
 
+#include "device/row_result.cuh"
 #include "kernels/fa3_sm90/config.h"
 #include "kernels/fa3_sm90/forward_produce.cuh"
 #include "kernels/fa3_sm90/forward_rows.cuh"
@@ -216,7 +217,8 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_begin_ + 16 * warp_idx_ + lane_idx_ / 4 + 8 * r;
-      RowResult result = finish_row(rows_.reference[r], quad_sum(rows_.row_sum[r]), sink);
+      device::RowResult result =
+          device::finish_softmax(rows_.reference[r], quad_sum(rows_.row_sum[r]), sink, true);
       if (row >= tile.see.query_len) result = {-kInfinity, 0.0f, 0.0f};
       factor[r] = result.factor;
       if (lane_idx_ % 4 == 0 && row < attention.T) {

@@ -220,36 +220,4 @@ struct Rows {
   }
 };
 
-// What a row ends with.
-struct RowResult {
-  float lse, lse_low;  // lse_low is what float32 lse could not hold
-  float factor;        // on its output; 0 for a row that sees no key or is padding
-};
-
-// total: sum of P over the whole row, 0 = it saw no key. sink: -inf = none.
-__device__ __forceinline__ RowResult finish_row(float reference, float total, float sink) {
-  const bool sees_keys = total != 0.0f;
-  RowResult result = {-kInfinity, 0.0f, 0.0f};
-  if (!sees_keys && sink == -kInfinity) return result;
-  float top = reference * device::kLn2;
-  float top_low =
-      sees_keys ? fmaf(reference, device::kLn2, -top) + reference * device::kLn2Low : 0.0f;
-  float share = 1.0f;
-  if (sink != -kInfinity) {
-    const bool is_sink_larger = !sees_keys || sink > top;
-    share = !sees_keys ? 0.0f : is_sink_larger ? expf(top - sink + top_low) : 1.0f;
-    const float sink_share = is_sink_larger ? 1.0f : expf(sink - top - top_low);
-    total = total * share + sink_share;
-    if (is_sink_larger) {
-      top = sink;
-      top_low = 0.0f;
-    }
-  }
-  const float log_sum = logf(total);
-  result.lse = top + log_sum;
-  result.lse_low = (log_sum - (result.lse - top)) + top_low;
-  result.factor = share / total;
-  return result;
-}
-
 }  // namespace jaxflash::fa3_sm90

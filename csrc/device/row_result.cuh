@@ -3,12 +3,12 @@
 
 #include "device/visibility.cuh"
 
-namespace jaxflash::fa2_sm80 {
+namespace jaxflash::device {
 
 struct RowResult {
   float lse;      // natural log, -inf for a row that sees nothing
   float lse_low;  // what float32 lse could not hold
-  float factor;   // on the unnormalised output, 0 for a row that sees no key
+  float factor;   // on the unnormalised output, 0 for a row that sees no key or is padding
 };
 
 // The sum of exp(logit) is exp(row_max) * row_sum over the keys, and the sink's exp on top.
@@ -16,13 +16,12 @@ struct RowResult {
 // only NaN. sink: -inf = none.
 __device__ __forceinline__ RowResult finish_softmax(float row_max, float row_sum, float sink,
                                                     bool is_log2) {
-  const bool sees_keys = row_max != -device::kInfinity || row_sum != 0.0f;
-  if (!sees_keys && sink == -device::kInfinity) return {-device::kInfinity, 0.0f, 0.0f};
-  float top = is_log2 ? row_max * device::kLn2 : row_max;
-  float top_low =
-      sees_keys && is_log2 ? fmaf(row_max, device::kLn2, -top) + row_max * device::kLn2Low : 0.0f;
+  const bool sees_keys = row_max != -kInfinity || row_sum != 0.0f;
+  if (!sees_keys && sink == -kInfinity) return {-kInfinity, 0.0f, 0.0f};
+  float top = is_log2 ? row_max * kLn2 : row_max;
+  float top_low = sees_keys && is_log2 ? fmaf(row_max, kLn2, -top) + row_max * kLn2Low : 0.0f;
   float share = 1.0f;
-  if (sink != -device::kInfinity) {
+  if (sink != -kInfinity) {
     const bool is_sink_larger = !sees_keys || sink > top;
     share = !sees_keys ? 0.0f : is_sink_larger ? expf(top - sink + top_low) : 1.0f;
     const float sink_share = is_sink_larger ? 1.0f : expf(sink - top - top_low);
@@ -37,4 +36,4 @@ __device__ __forceinline__ RowResult finish_softmax(float row_max, float row_sum
   return {lse, (log_sum - (lse - top)) + top_low, share / row_sum};
 }
 
-}  // namespace jaxflash::fa2_sm80
+}  // namespace jaxflash::device
