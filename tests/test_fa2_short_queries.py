@@ -42,15 +42,8 @@ def random_config(seed: int) -> cases.Case:
 
 @pytest.mark.parametrize("first", range(0, CONFIGS, SEEDS_PER_TEST))
 def test_random_problems(first):
-    failures = []
-    for seed in range(first, first + SEEDS_PER_TEST):
-        case, dtype = random_config(seed), HALF[seed % 2]
-        try:
-            cases.check("fa2", cases.build(case, dtype, seed))
-        except Exception as error:  # each seed is reported, whatever it raised
-            failures.append(f"{str(error).splitlines()[:1]}\n  {case!r} {dtype} seed {seed}")
-    jax.clear_caches()  # no program is used twice
-    assert not failures, f"{len(failures)} of {SEEDS_PER_TEST} configurations failed:\n" + "\n".join(failures)
+    seeds = range(first, first + SEEDS_PER_TEST)
+    test_fuzz.check_seeds("fa2", seeds, lambda seed: (random_config(seed), HALF[seed % 2]))
 
 
 @pytest.mark.parametrize("T", [1, 4, 16])

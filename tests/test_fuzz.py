@@ -87,18 +87,17 @@ def random_dims(rng, num_batch: int, shortest: int = 3) -> str:
     return "".join(letter if rng.random() < 0.6 else "1" for letter in letters)
 
 
-def run_seeds(implementation: str, seeds) -> None:
+def check_seeds(implementation: str, seeds, config_of=random_config, repeat: str = "") -> None:
+    """Checks the problem of each seed, config_of(seed) -> (case, dtype). repeat: the command before a failed seed."""
     failures = []
     for seed in seeds:
-        case, dtype = random_config(seed)
+        case, dtype = config_of(seed)
         try:
             cases.check(implementation, cases.build(case, dtype, seed))
         except Exception as error:  # each seed is reported on its own line, whatever it raised
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            failures.append(
-                f"{line}\n  {case!r} {dtype}\n  repeat: python -m pytest tests/test_fuzz.py -k {implementation} "
-                f"--fuzz 1 --seed {seed}"
-            )
+            failures.append(f"{line}\n  {case!r} {dtype}\n  {repeat or 'seed'} {seed}")
+    jax.clear_caches()  # no program is used twice
     assert not failures, f"{len(failures)} of {len(seeds)} configurations failed:\n" + "\n".join(failures)
 
 
@@ -120,8 +119,8 @@ def pytest_generate_tests(metafunc):
 
 def test_random_problems(chunk):
     implementation, seeds = chunk
-    run_seeds(implementation, seeds)
-    jax.clear_caches()  # no program is used twice
+    repeat = f"repeat: python -m pytest tests/test_fuzz.py -k {implementation} --fuzz 1 --seed"
+    check_seeds(implementation, seeds, repeat=repeat)
 
 
 def test_a_seed_is_one_problem():

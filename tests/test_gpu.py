@@ -64,15 +64,10 @@ def seeds_of(counts: dict[str, int]):
 
 
 def check_seeds(kernel, seeds, dtypes, **options):
-    failures = []
-    for seed in seeds:
-        case, dtype = adapted(kernel, test_fuzz.random_config(seed, **options)[0]), dtypes[seed % len(dtypes)]
-        try:
-            cases.check(kernel, cases.build(case, dtype, seed))
-        except Exception as error:  # each seed is reported, whatever it raised
-            failures.append(f"{str(error).splitlines()[:1]}\n  {case!r} {dtype} seed {seed}")
-    jax.clear_caches()  # no program is used twice
-    assert not failures, f"{len(failures)} of {len(seeds)} configurations failed:\n" + "\n".join(failures)
+    def config_of(seed):
+        return adapted(kernel, test_fuzz.random_config(seed, **options)[0]), dtypes[seed % len(dtypes)]
+
+    test_fuzz.check_seeds(kernel, seeds, config_of)
 
 
 @pytest.mark.parametrize(("kernel", "seeds"), seeds_of(CONFIGS))
