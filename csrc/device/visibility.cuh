@@ -65,22 +65,36 @@ __device__ __forceinline__ Window make_window(const AttentionParams& params,
 }
 
 template <class T>
-__device__ __forceinline__ Plane head_plane(const BroadcastArray& array,
-                                            const AttentionParams& params, int batch, int head) {
+__device__ __forceinline__ const void* head_data(const BroadcastArray& array,
+                                                 const AttentionParams& params, int batch,
+                                                 int head) {
   const T* data = batch_data<T>(array, params, batch);
-  if (data != nullptr) data += head * array.head_stride;
-  return {data, array.row_stride, array.column_stride, array.dtype};
+  return data == nullptr ? nullptr : data + head * array.head_stride;
+}
+
+// The strides; select_head() finds the data.
+__device__ __forceinline__ Plane plane_of(const BroadcastArray& array) {
+  return {nullptr, array.row_stride, array.column_stride, array.dtype};
+}
+
+// Turns to another head of the same sequence.
+__device__ __forceinline__ void select_head(const AttentionParams& params, int batch, int head,
+                                            Visibility* see) {
+  see->bias.data = params.bias.dtype == DataType::kFloat32
+                       ? head_data<float>(params.bias, params, batch, head)
+                       : head_data<uint16_t>(params.bias, params, batch, head);
+  see->mask.data = head_data<uint8_t>(params.mask, params, batch, head);
+  see->block_mask.data = head_data<uint8_t>(params.block_mask, params, batch, head);
 }
 
 __device__ __forceinline__ Visibility make_visibility(const AttentionParams& params,
                                                       const SequenceTile& place, int head) {
   Visibility see;
   static_cast<Window&>(see) = make_window(params, place);
-  see.bias = params.bias.dtype == DataType::kFloat32
-                 ? head_plane<float>(params.bias, params, place.batch, head)
-                 : head_plane<uint16_t>(params.bias, params, place.batch, head);
-  see.mask = head_plane<uint8_t>(params.mask, params, place.batch, head);
-  see.block_mask = head_plane<uint8_t>(params.block_mask, params, place.batch, head);
+  see.bias = plane_of(params.bias);
+  see.mask = plane_of(params.mask);
+  see.block_mask = plane_of(params.block_mask);
+  select_head(params, place.batch, head, &see);
   see.mask_block_q = static_cast<int>(params.mask_block_q);
   see.mask_block_kv = static_cast<int>(params.mask_block_kv);
   see.query_ids = batch_data<int32_t>(params.query_segment_ids, params, place.batch);
@@ -146,43 +160,43 @@ __device__ __forceinline__ bool block_is_kept(const Visibility& see, int block_r
                                   block_column * see.block_mask.column_stride] != 0;
 }
 
-__device__ __forceinline__ Tile classify_blocks(const Visibility& see, const Box& box,
-                                                int lane_idx) {
-  const int first_row = box.row_begin / see.mask_block_q;
-  const int first_column = box.column_begin / see.mask_block_kv;
-  const int rows = (box.row_end - 1) / see.mask_block_q - first_row + 1;
-  const int columns = (box.column_end - 1) / see.mask_block_kv - first_column + 1;
+// What the block mask says of a box; each thread may have its own.
+__device__ __forceinline__ Tile classify_blocks(const Visibility& see, const Box& box) {
+  if (see.block_mask.data == nullptr) return Tile::kFull;
+  if (box.row_begin >= see.query_len || box.column_begin >= see.kv_len) return Tile::kHidden;
   bool any = false, all = true;
-  for (int i = lane_idx; i < rows * columns; i += 32) {
-    const bool is_kept = block_is_kept(see, first_row + i / columns, first_column + i % columns);
-    any |= is_kept;
-    all &= is_kept;
+  const int row_end = (min(box.row_end, see.query_len) - 1) / see.mask_block_q;
+  const int column_end = (min(box.column_end, see.kv_len) - 1) / see.mask_block_kv;
+  for (int row = box.row_begin / see.mask_block_q; row <= row_end; ++row) {
+    for (int column = box.column_begin / see.mask_block_kv; column <= column_end; ++column) {
+      const bool is_kept = block_is_kept(see, row, column);
+      any |= is_kept;
+      all &= is_kept;
+    }
   }
-  if (__all_sync(0xFFFFFFFF, all)) return Tile::kFull;
-  return __any_sync(0xFFFFFFFF, any) ? Tile::kPartial : Tile::kHidden;
+  return all ? Tile::kFull : any ? Tile::kPartial : Tile::kHidden;
 }
 
-// Whether anything in the box is visible and whether everything is. All 32 lanes call it; the
-// answer depends on the box alone, so every warp of a CTA may decide for itself.
-__device__ __forceinline__ Tile classify(const Visibility& see, Box box, int lane_idx) {
+// Whether anything in the box is visible and whether everything is, where the block mask says
+// `blocks` of it. All 32 lanes call it; the answer depends on the box alone, so every warp of a CTA
+// may decide for itself.
+__device__ __forceinline__ Tile classify(const Visibility& see, Box box, Tile blocks,
+                                         int lane_idx) {
   const bool is_inside = is_inside_window<false>(see, box);
   box.row_end = min(box.row_end, see.query_len);
   box.column_end = min(box.column_end, see.kv_len);
+  if (blocks == Tile::kHidden) return Tile::kHidden;
   if (box.row_begin >= box.row_end || box.column_begin >= box.column_end) return Tile::kHidden;
   if (box.column_end - 1 < box.row_begin + see.window_low) return Tile::kHidden;
   if (box.column_begin > box.row_end - 1 + see.window_high) return Tile::kHidden;
-  bool is_full = is_inside && see.bias.data == nullptr && see.mask.data == nullptr;
+  bool is_full =
+      is_inside && blocks == Tile::kFull && see.bias.data == nullptr && see.mask.data == nullptr;
   if (see.query_ids != nullptr) {
     const IdRange query = id_range(see.query_ids, box.row_begin, box.row_end, lane_idx);
     const IdRange kv = id_range(see.kv_ids, box.column_begin, box.column_end, lane_idx);
     if (query.high < 0 || kv.high < 0 || query.high < kv.low || kv.high < query.low)
       return Tile::kHidden;
     is_full &= query.low == query.high && kv.low == kv.high && query.low == kv.low;
-  }
-  if (see.block_mask.data != nullptr) {
-    const Tile blocks = classify_blocks(see, box, lane_idx);
-    if (blocks == Tile::kHidden) return Tile::kHidden;
-    is_full &= blocks == Tile::kFull;
   }
   return is_full ? Tile::kFull : Tile::kPartial;
 }

@@ -25,20 +25,6 @@ __device__ __forceinline__ device::IdRange lane_id_range(const int32_t* ids, int
   return range;
 }
 
-__device__ __forceinline__ Tile classify_blocks(const Visibility& see, const Box& box) {
-  bool any = false, all = true;
-  const int row_end = (box.row_end - 1) / see.mask_block_q;
-  const int column_end = (box.column_end - 1) / see.mask_block_kv;
-  for (int row = box.row_begin / see.mask_block_q; row <= row_end; ++row) {
-    for (int column = box.column_begin / see.mask_block_kv; column <= column_end; ++column) {
-      const bool is_kept = device::block_is_kept(see, row, column);
-      any |= is_kept;
-      all &= is_kept;
-    }
-  }
-  return all ? Tile::kFull : any ? Tile::kPartial : Tile::kHidden;
-}
-
 // Whether anything in the box is visible and whether everything is; each thread has its own box.
 // kv_ids: range of the ids of the box's columns.
 template <bool kIsGeneral>
@@ -50,12 +36,9 @@ __device__ __forceinline__ Tile classify(const Visibility& see, Box box,
   if (box.row_begin >= box.row_end || box.column_begin >= box.column_end) return Tile::kHidden;
   if (box.column_end - 1 < box.row_begin + see.window_low) return Tile::kHidden;
   if (box.column_begin > box.row_end - 1 + see.window_high) return Tile::kHidden;
-  bool is_full = is_inside;
-  if (see.block_mask.data != nullptr) {
-    const Tile blocks = classify_blocks(see, box);
-    if (blocks == Tile::kHidden) return Tile::kHidden;
-    is_full &= blocks == Tile::kFull;
-  }
+  const Tile blocks = device::classify_blocks(see, box);
+  if (blocks == Tile::kHidden) return Tile::kHidden;
+  bool is_full = is_inside && blocks == Tile::kFull;
   if constexpr (kIsGeneral) {
     is_full &= see.mask.data == nullptr;
     if (see.query_ids != nullptr) {

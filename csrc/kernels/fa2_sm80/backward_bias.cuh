@@ -282,8 +282,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         device::locate_tile<true, Config::kBlockQ>(attention, inputs, step.batch, step.query_tile);
     const device::Visibility see = device::make_visibility(attention, place, step.head);
     const int query = place.row_begin, key = step.key_tile * Config::kTile;
+    const device::Box box = {query, query + Config::kBlockQ, key, key + Config::kTile};
     const device::Tile kind =
-        device::classify(see, {query, query + Config::kBlockQ, key, key + Config::kTile}, lane_idx);
+        device::classify(see, box, device::classify_blocks(see, box), lane_idx);
     if (kind == device::Tile::kHidden) continue;
     const RowStatistics& statistics = workspace.statistics[workspace.index_of(
         attention, step.batch, step.head, step.query_tile / Config::kStepsPerSlot)];

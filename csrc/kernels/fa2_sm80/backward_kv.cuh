@@ -19,7 +19,9 @@
 #pragma once
 
 #include <type_traits>
+#include <variant>
 
+#include "device/block_word.cuh"
 #include "kernels/fa2_sm80/backward_load.cuh"
 #include "kernels/fa2_sm80/backward_scores.cuh"
 #include "kernels/fa2_sm80/backward_workspace.cuh"
@@ -89,6 +91,7 @@ struct QueryStream {
   See see;
   int head, end_head, tile, first_tile, end_tile;
   bool is_partial;  // whether masks must be consulted in the current tile
+  std::conditional_t<kIsGeneral, device::BlockWord, std::monostate> block_word;
 
   __device__ __forceinline__ QueryStream(const AttentionParams& params,
                                          const device::SequenceTile& place, int kv_head)
@@ -96,7 +99,11 @@ struct QueryStream {
     const int group_size = static_cast<int>(params.group_size);
     head = kv_head * group_size;
     end_head = head + group_size;
-    start_head();
+    if constexpr (kIsGeneral) {
+      see = device::make_visibility(params, place, head);
+    } else {
+      see = device::make_window(params, place);
+    }
     int begin, end;
     device::query_range(see, place.row_begin, place.row_begin + Config::kBlockKV, &begin, &end);
     first_tile = begin / Config::kBlockQ;
@@ -104,31 +111,29 @@ struct QueryStream {
     tile = first_tile - 1;
   }
 
-  __device__ __forceinline__ void start_head() {
-    if constexpr (kIsGeneral) {
-      see = device::make_visibility(params, place, head);
-    } else {
-      see = device::make_window(params, place);
-    }
-  }
-
   // Moves to the next pair that is not hidden; false at the end. All lanes call it together.
   __device__ __forceinline__ bool advance(int lane_idx) {
+    const auto box_of = [&](int tile) -> device::Box {
+      const int row = tile * Config::kBlockQ, key = place.row_begin;
+      return {row, row + Config::kBlockQ, key, key + Config::kBlockKV};
+    };
+    ++tile;
     for (;;) {
-      if (++tile >= end_tile) {
+      if (tile >= end_tile) {
         tile = first_tile;
         if (++head >= end_head || first_tile >= end_tile) return false;
-        if constexpr (kIsGeneral) start_head();
+        if constexpr (kIsGeneral) {
+          device::select_head(params, place.batch, head, &see);
+          block_word.forget();
+        }
       }
-      const int row = tile * Config::kBlockQ;
-      const device::Box box = {row, row + Config::kBlockQ, place.row_begin,
-                               place.row_begin + Config::kBlockKV};
       if constexpr (kIsGeneral) {
-        const device::Tile kind = device::classify(see, box, lane_idx);
-        if (kind == device::Tile::kHidden) continue;
+        device::Tile kind;
+        tile = device::first_visible(see, box_of, tile, end_tile, lane_idx, &block_word, &kind);
+        if (tile >= end_tile) continue;
         is_partial = kind == device::Tile::kPartial;
       } else {
-        is_partial = !device::is_inside_window<true>(see, box);
+        is_partial = !device::is_inside_window<true>(see, box_of(tile));
       }
       return true;
     }

@@ -13,7 +13,9 @@
 #pragma once
 
 #include <type_traits>
+#include <variant>
 
+#include "device/block_word.cuh"
 #include "kernels/fa2_sm80/backward_load.cuh"
 #include "kernels/fa2_sm80/backward_scores.cuh"
 #include "kernels/fa2_sm80/backward_workspace.cuh"
@@ -114,9 +116,12 @@ __device__ __forceinline__ void accumulate_query(const QueryScores<Config>& dsco
 // The tiles of keys that an owned tile of queries meets, in order.
 template <class Config, class See>
 struct KeyStream {
+  static constexpr bool kIsGeneral = std::is_same_v<See, device::Visibility>;
+
   const See& see;
   int first_row, tile, end_tile;
   bool is_partial;
+  std::conditional_t<kIsGeneral, device::BlockWord, std::monostate> block_word;
 
   __device__ __forceinline__ KeyStream(const See& see, int first_row)
       : see(see), first_row(first_row) {
@@ -128,19 +133,19 @@ struct KeyStream {
 
   // Moves to the next tile that is not hidden; false at the end. All lanes call it together.
   __device__ __forceinline__ bool advance(int lane_idx) {
-    while (++tile < end_tile) {
+    const auto box_of = [&](int tile) -> device::Box {
       const int key = tile * Config::kBlockKV;
-      const device::Box box = {first_row, first_row + Config::kBlockQ, key, key + Config::kBlockKV};
-      if constexpr (std::is_same_v<See, device::Visibility>) {
-        const device::Tile kind = device::classify(see, box, lane_idx);
-        if (kind == device::Tile::kHidden) continue;
-        is_partial = kind == device::Tile::kPartial;
-      } else {
-        is_partial = !device::is_inside_window<true>(see, box);
-      }
-      return true;
+      return {first_row, first_row + Config::kBlockQ, key, key + Config::kBlockKV};
+    };
+    ++tile;
+    if constexpr (kIsGeneral) {
+      device::Tile kind;
+      tile = device::first_visible(see, box_of, tile, end_tile, lane_idx, &block_word, &kind);
+      is_partial = kind == device::Tile::kPartial;
+    } else {
+      is_partial = !device::is_inside_window<true>(see, box_of(tile));
     }
-    return false;
+    return tile < end_tile;
   }
 };
 

@@ -21,6 +21,7 @@
 // Limits: H, Hv <= kHeadDim; T, S < 2^30; see Features for what the plain instance leaves out.
 #pragma once
 
+#include "device/block_word.cuh"
 #include "device/dropout.cuh"
 #include "device/visibility.cuh"
 #include "kernels/fa2_sm80/config.h"
@@ -117,22 +118,22 @@ class ForwardTile : WarpRows<Config> {
     __syncthreads();  // what thread 0 wrote is visible to all
   }
 
-  // The last tile at or before `tile` with something to see, or first_tile_ - 1. Every warp finds
-  // the same.
-  __device__ __forceinline__ int next_visible(int tile, device::Tile* kind) const {
-    for (; tile >= first_tile_; --tile) {
-      if constexpr (Config::kIsGeneral) {
-        const device::Box box = {shared_.place.row_begin, shared_.place.row_begin + Config::kBlockQ,
-                                 tile * kBlockKV, (tile + 1) * kBlockKV};
-        *kind = device::classify(shared_.see, box, lane_idx_);
-        if (*kind == device::Tile::kHidden) continue;
-      } else {
-        const bool is_full = tile >= full_begin_ && tile < full_end_;
-        *kind = is_full ? device::Tile::kFull : device::Tile::kPartial;
-      }
-      break;
+  // The last tile at or before `tile` with something to see, or one before first_tile_. Every warp
+  // finds the same.
+  __device__ __forceinline__ int next_visible(int tile, device::Tile* kind) {
+    if constexpr (Config::kIsGeneral) {
+      const int row_begin = shared_.place.row_begin;
+      const auto box_of = [&](int tile) -> device::Box {
+        return {row_begin, row_begin + Config::kBlockQ, tile * kBlockKV, (tile + 1) * kBlockKV};
+      };
+      return device::last_visible(shared_.see, box_of, tile, first_tile_, lane_idx_, &block_word_,
+                                  kind);
+    } else {
+      if (tile < first_tile_) return tile;  // without this line ptxas spills more
+      const bool is_full = tile >= full_begin_ && tile < full_end_;
+      *kind = is_full ? device::Tile::kFull : device::Tile::kPartial;
+      return tile;
     }
-    return tile;
   }
 
   // --- Copies -----------------------------------------------------------------------------------
@@ -297,6 +298,7 @@ class ForwardTile : WarpRows<Config> {
   const KvCopier key_copier_, value_copier_;
   int first_tile_;             // of those with something to see
   int full_begin_, full_end_;  // plain: tiles that every row sees whole
+  std::conditional_t<Config::kIsGeneral, device::BlockWord, typename Config::Nothing> block_word_;
   mma::Fragment<Element> queries_[Config::kKeepsQueries ? kHeadDim / 16 : 1][kTilesM];
 };
 

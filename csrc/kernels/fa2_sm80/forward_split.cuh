@@ -28,6 +28,7 @@
 
 #include <type_traits>
 
+#include "device/block_word.cuh"
 #include "device/dropout.cuh"
 #include "device/visibility.cuh"
 #include "kernels/fa2_sm80/load.cuh"
@@ -125,20 +126,17 @@ class SplitTile : SplitRows<Config> {
 
   // The first tile at or after `tile` with something to see, or one from end_tile_ on. Every warp
   // finds the same.
-  __device__ __forceinline__ int next_visible(int tile, device::Tile* kind) const {
-    for (; tile < end_tile_; ++tile) {
-      const device::Box box = {first_position_, end_position_, tile * kBlockKV,
-                               (tile + 1) * kBlockKV};
-      if constexpr (Config::kIsGeneral) {
-        *kind = device::classify(see_, box, lane_idx_);
-        if (*kind == device::Tile::kHidden) continue;
-      } else {
-        *kind = device::is_inside_window<true>(see_, box) ? device::Tile::kFull
-                                                          : device::Tile::kPartial;
-      }
-      break;
+  __device__ __forceinline__ int next_visible(int tile, device::Tile* kind) {
+    const auto box_of = [&](int tile) -> device::Box {
+      return {first_position_, end_position_, tile * kBlockKV, (tile + 1) * kBlockKV};
+    };
+    if constexpr (Config::kIsGeneral) {
+      return device::first_visible(see_, box_of, tile, end_tile_, lane_idx_, &block_word_, kind);
+    } else {
+      const bool is_full = device::is_inside_window<true>(see_, box_of(tile));
+      *kind = is_full ? device::Tile::kFull : device::Tile::kPartial;
+      return tile;
     }
-    return tile;
   }
 
   // --- Copies -----------------------------------------------------------------------------------
@@ -279,9 +277,10 @@ class SplitTile : SplitRows<Config> {
 
   const See see_;
   Rows<Element> k_, v_;
-  int first_position_, end_position_;   // query positions of the tile
-  int position_[2];                     // of this lane's rows
-  int end_tile_;                        // of the chunk's keys
+  int first_position_, end_position_;  // query positions of the tile
+  int position_[2];                    // of this lane's rows
+  int end_tile_;                       // of the chunk's keys
+  std::conditional_t<Config::kIsGeneral, device::BlockWord, typename Config::Nothing> block_word_;
   uint32_t queries_[kHeadDim / 16][4];  // fragments `a`
 };
 
