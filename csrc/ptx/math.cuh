@@ -1,4 +1,5 @@
-// Single instructions that C++ has no name for: exp2 and the rounding of two floats into a pair.
+// Single instructions that C++ has no name for: exp2, reciprocal, clamp and the rounding of two
+// floats into a pair.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,6 +14,24 @@ namespace jaxflash::ptx {
 __device__ __forceinline__ float exp2_approx(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// rcp.approx.ftz.f32 (PTX ISA 1.4): 1 / x, within 1 ulp; inf gives 0. Any thread.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// {min, max}.NaN.f32 (PTX ISA 7.0, sm_80): x brought into [low, high]; NaN stays NaN. Any thread.
+__device__ __forceinline__ float clamp_or_nan(float x, float low, float high) {
+  float result;
+  asm("{\n.reg .f32 raised;\n"
+      "max.NaN.f32 raised, %1, %2;\n"
+      "min.NaN.f32 %0, raised, %3;\n}"
+      : "=f"(result)
+      : "f"(x), "f"(low), "f"(high));
   return result;
 }
 

@@ -60,6 +60,21 @@ __device__ __forceinline__ void bulk_load(void* destination, const void* source,
       : "memory");
 }
 
+// cp.async.bulk.shared::cluster.shared::cta (PTX ISA 8.0, sm_90): `bytes`, a multiple of 16, to
+// `destination` in CTA `cta` of the cluster, counted on its `barrier`. What threads wrote to
+// `source` must be behind fence_async_proxy in each and a barrier. One thread.
+__device__ __forceinline__ void bulk_copy_to_cta(void* destination, const void* source, int bytes,
+                                                 uint64_t* barrier, uint32_t cta) {
+  asm volatile(
+      "{\n.reg .b32 remote, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote, %0, %4;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [remote], [%1], %2, "
+      "[remote_barrier];\n}" ::"r"(shared_address(destination)),
+      "r"(shared_address(source)), "r"(bytes), "r"(shared_address(barrier)), "r"(cta)
+      : "memory");
+}
+
 // cp.async.bulk.commit_group (PTX ISA 8.0, sm_90): closes the calling thread's group of stores and
 // reductions.
 __device__ __forceinline__ void bulk_commit() {
