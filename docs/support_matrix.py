@@ -64,7 +64,13 @@ DEVICES = {  # what each implementation is asked about
 }
 # What no call can say: fixed properties of an implementation.
 PROPERTIES = {
-    "packed sequences (`flash_mha_varlen`)": {"fa3": "no", "fa2": "yes", "fa1": "no", "cpu": "yes", "reference": "yes"},
+    "packed sequences (`flash_mha_varlen`)": {
+        "fa3": "yes",
+        "fa2": "yes",
+        "fa1": "no",
+        "cpu": "yes",
+        "reference": "yes",
+    },
     "differentiable lse": {"fa3": "yes", "fa2": "yes", "fa1": "yes", "cpu": "yes", "reference": "yes"},
     "forward mode and second derivatives": {
         "fa3": "no: reverse mode, once",

@@ -4,13 +4,21 @@
 namespace jaxflash {
 
 // One translation unit each (csrc/kernels/fa3_sm90/instantiate.cu.in).
-#define JF_DECLARE(Element, kHeadDim)                                                            \
-  extern template cudaError_t fa3_sm90::run_forward<fa3_sm90::ForwardConfig<Element, kHeadDim>>( \
+#define JF_DECLARE(Element, kHeadDim, kHeadDimV, kFeatures)                                  \
+  extern template cudaError_t fa3_sm90::run_forward<                                         \
+      fa3_sm90::ForwardConfig<Element, kHeadDim, kHeadDimV, fa3_sm90::Features::kFeatures>>( \
       const ForwardParams&, const SequenceInputs&, int*, cudaStream_t);
-JF_DECLARE(__nv_bfloat16, 64)
-JF_DECLARE(__nv_bfloat16, 128)
-JF_DECLARE(__half, 64)
-JF_DECLARE(__half, 128)
+#define JF_DECLARE_HEAD_DIMS(kHeadDim, kHeadDimV)          \
+  JF_DECLARE(__nv_bfloat16, kHeadDim, kHeadDimV, kPlain)   \
+  JF_DECLARE(__nv_bfloat16, kHeadDim, kHeadDimV, kGeneral) \
+  JF_DECLARE(__half, kHeadDim, kHeadDimV, kPlain)          \
+  JF_DECLARE(__half, kHeadDim, kHeadDimV, kGeneral)
+JF_DECLARE_HEAD_DIMS(64, 64)
+JF_DECLARE_HEAD_DIMS(128, 128)
+JF_DECLARE_HEAD_DIMS(192, 128)
+JF_DECLARE_HEAD_DIMS(192, 192)
+JF_DECLARE_HEAD_DIMS(256, 256)
+#undef JF_DECLARE_HEAD_DIMS
 #undef JF_DECLARE
 
 }  // namespace jaxflash
@@ -18,13 +26,34 @@ JF_DECLARE(__half, 128)
 namespace jaxflash::launch {
 namespace {
 
+using fa3_sm90::Features;
+
+struct Call {
+  const ForwardParams& params;
+  const SequenceInputs& inputs;
+  int* drawn;
+  cudaStream_t stream;
+};
+
+template <class Element, int kHeadDim, int kHeadDimV>
+cudaError_t run_features(const Call& call) {
+  using fa3_sm90::ForwardConfig, fa3_sm90::run_forward;
+  return fa3_sm90::features_needed(call.params.attention, call.inputs) == Features::kPlain
+             ? run_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, Features::kPlain>>(
+                   call.params, call.inputs, call.drawn, call.stream)
+             : run_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, Features::kGeneral>>(
+                   call.params, call.inputs, call.drawn, call.stream);
+}
+
 template <class Element>
-cudaError_t run_head_dim(const ForwardParams& params, const SequenceInputs& inputs, int* drawn,
-                         cudaStream_t stream) {
-  using fa3_sm90::ForwardConfig;
-  return fa3_sm90::padded_head_dim(params.attention.H, params.attention.Hv) == 64
-             ? fa3_sm90::run_forward<ForwardConfig<Element, 64>>(params, inputs, drawn, stream)
-             : fa3_sm90::run_forward<ForwardConfig<Element, 128>>(params, inputs, drawn, stream);
+cudaError_t run_head_dims(const Call& call) {
+  const int64_t H = call.params.attention.H, Hv = call.params.attention.Hv;
+  const int64_t larger = H > Hv ? H : Hv;
+  if (larger <= 64) return run_features<Element, 64, 64>(call);
+  if (larger <= 128) return run_features<Element, 128, 128>(call);
+  if (larger <= 192 && Hv <= 128) return run_features<Element, 192, 128>(call);
+  if (larger <= 192) return run_features<Element, 192, 192>(call);
+  return run_features<Element, 256, 256>(call);
 }
 
 // Compute capability of the current device, major * 10 + minor; 0 where it cannot be asked.
@@ -40,19 +69,15 @@ int compute_capability() {
 
 }  // namespace
 
-const char* fa3_refusal(const AttentionParams& params, const SequenceInputs& inputs) {
+const char* fa3_refusal(const AttentionParams& params, const SequenceInputs& /*inputs*/) {
   if (params.dtype == DataType::kFloat32) return "fa3 takes float16 and bfloat16";
-  if (fa3_sm90::padded_head_dim(params.H, params.Hv) == 0) return "fa3 takes head dims up to 128";
+  if (params.H > 256 || params.Hv > 256) return "fa3 takes head dims up to 256";
   if (params.H % 8 != 0 || params.Hv % 8 != 0) return "fa3 takes head dims that are multiples of 8";
   if (params.T >= device::kFar || params.S >= device::kFar) return "fa3 takes T and S below 2^30";
   if (!(params.softmax_scale > 0.0f)) return "fa3 takes a scale above 0";
   if (params.bias.data != nullptr) return "fa3 takes no bias";
   if (params.mask.data != nullptr) return "fa3 takes no mask";
-  if (params.block_mask.data != nullptr) return "fa3 takes no block mask";
-  if (params.query_segment_ids.data != nullptr) return "fa3 takes no segment ids";
-  if (params.logits_soft_cap > 0.0f) return "fa3 takes no logits_soft_cap";
   if (params.dropout_threshold > 0) return "fa3 takes no dropout";
-  if (inputs.query_offsets.data != nullptr) return "fa3 takes no packed sequences (cu_seqlens)";
   if (compute_capability() != 90) return "fa3 needs compute capability 9.0";
   return nullptr;
 }
@@ -62,10 +87,9 @@ int64_t fa3_forward_workspace_floats(const WorkspaceSizes& /*sizes*/) { return 1
 
 cudaError_t fa3_forward(const ForwardParams& params, const SequenceInputs& inputs, float* workspace,
                         cudaStream_t stream) {
-  int* drawn = reinterpret_cast<int*>(workspace);
-  return params.attention.dtype == DataType::kBFloat16
-             ? run_head_dim<__nv_bfloat16>(params, inputs, drawn, stream)
-             : run_head_dim<__half>(params, inputs, drawn, stream);
+  const Call call = {params, inputs, reinterpret_cast<int*>(workspace), stream};
+  return params.attention.dtype == DataType::kBFloat16 ? run_head_dims<__nv_bfloat16>(call)
+                                                       : run_head_dims<__half>(call);
 }
 
 }  // namespace jaxflash::launch

@@ -53,18 +53,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, int by
       : "memory");
 }
 
-// The same on that barrier of CTA `cta` of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_expect_cluster(uint64_t* barrier, int bytes,
-                                                               uint32_t cta) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %2;\n"
-      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %1;\n}" ::"r"(
-          shared_address(barrier)),
-      "r"(bytes), "r"(cta)
-      : "memory");
-}
-
 // mbarrier.try_wait.parity (PTX ISA 7.8, sm_90), acquire at CTA scope: returns when the phase of
 // this parity is over. Any thread; the warp need not be converged.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
@@ -76,21 +64,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       "bra WAIT;\n"
       "DONE:\n}" ::"r"(shared_address(barrier)),
       "r"(parity)
-      : "memory");
-}
-
-// st.async.mbarrier::complete_tx::bytes.v4.b32 (PTX ISA 8.1, sm_90): writes 16 bytes to the same
-// place in CTA `cta` of the cluster and counts them on its barrier, whose waiters see them. Any
-// thread; `destination` is 16-byte aligned.
-__device__ __forceinline__ void store_async_v4(void* destination, uint64_t* barrier, int4 value,
-                                               uint32_t cta) {
-  asm volatile(
-      "{\n.reg .b32 remote, remote_barrier;\n"
-      "mapa.shared::cluster.u32 remote, %0, %6;\n"
-      "mapa.shared::cluster.u32 remote_barrier, %1, %6;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [remote], {%2, %3, %4, %5}, "
-      "[remote_barrier];\n}" ::"r"(shared_address(destination)),
-      "r"(shared_address(barrier)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(cta)
       : "memory");
 }
 

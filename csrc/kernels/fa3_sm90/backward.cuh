@@ -26,24 +26,10 @@
 
 namespace jaxflash::fa3_sm90 {
 
+// The left operands that pick a statistic.
 template <class Config>
-__device__ __forceinline__ void init_shared(const AttentionParams& params,
-                                            const SequenceInputs& inputs, int blocks,
-                                            bool is_reversed,
-                                            typename Config::SharedStorage& shared) {
+__device__ __forceinline__ void fill_selectors(typename Config::SharedStorage& shared) {
   using Limits = StatisticLimits<typename Config::Element>;
-  if (threadIdx.x == 0) {
-    ptx::mbarrier_init(&shared.k_full, 1);
-    ptx::mbarrier_init(&shared.v_full, 1);
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(&shared.q_full[stage], 1);
-      ptx::mbarrier_init(&shared.dout_full[stage], 1);
-      ptx::mbarrier_init(&shared.q_empty[stage], Config::kConsumers);
-      ptx::mbarrier_init(&shared.dout_empty[stage], Config::kConsumers);
-    }
-    ptx::mbarrier_init_fence();
-    shared.block.locate(params, inputs, blocks, is_reversed);
-  }
   if (threadIdx.x < 96) {  // eight rows of eight columns, two in a word
     const int row = threadIdx.x / 32, pair = threadIdx.x % 4;
     constexpr uint32_t kOne = Limits::kOne, kDelta = Limits::kDeltaSelector;
@@ -54,6 +40,26 @@ __device__ __forceinline__ void init_shared(const AttentionParams& params,
     shared.selectors[row][threadIdx.x % 32] = word;
     ptx::fence_async_proxy();
   }
+}
+
+template <class Config>
+__device__ __forceinline__ void init_shared(const AttentionParams& params,
+                                            const SequenceInputs& inputs, int blocks,
+                                            bool is_reversed,
+                                            typename Config::SharedStorage& shared) {
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(&shared.k_full, 1);
+    ptx::mbarrier_init(&shared.v_full, 1);
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::mbarrier_init(&shared.q_full[stage], 1);
+      ptx::mbarrier_init(&shared.dout_full[stage], 1);
+      ptx::mbarrier_init(&shared.q_empty[stage], Config::kConsumers);
+      ptx::mbarrier_init(&shared.dout_empty[stage], Config::kConsumers);
+    }
+    ptx::mbarrier_init_fence();
+    shared.block.locate(params, inputs, blockIdx.x, blocks, is_reversed);
+  }
+  fill_selectors<Config>(shared);
   __syncthreads();
 }
 
@@ -69,13 +75,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_memory);
   init_shared<Config>(params.attention, inputs, blocks, kIsOrdered && is_reversed, shared);
+  if constexpr (Config::kIsGeneral) {
+    if (shared.block.num_rows <= 0) return;
+  }
   if (threadIdx.x < 128) {
     ptx::shrink_registers<Config::kProducerRegisters>();
     const int num_heads = static_cast<int>(params.attention.N);
     const int warp_idx = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) run_loader<Config>(maps, workspace, num_heads, shared);
+    if (warp_idx == 0) {
+      run_loader_warp<Config>(StepLoader<Config>{maps, shared, {}}, workspace, num_heads, shared);
+    }
     if (warp_idx == 1) {
-      run_dq_writer<Config, kIsOrdered>(workspace, num_heads, is_reversed, shared);
+      if constexpr (Config::kIsGeneral) {
+        run_masked_dq_writer<Config, kIsOrdered>(workspace, num_heads, is_reversed, shared);
+      } else {
+        run_dq_writer<Config, kIsOrdered>(workspace, num_heads, is_reversed, shared);
+      }
     }
   } else {
     ptx::grow_registers<Config::kConsumerRegisters>();

@@ -5,25 +5,13 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
-#include "kernels/fa3_sm90/backward_stream.cuh"
+#include "kernels/fa3_sm90/backward_visits.cuh"
+#include "kernels/fa3_sm90/features.h"
 #include "mma/wgmma_tile.cuh"
 
 namespace jaxflash::fa3_sm90 {
-
-// One row's statistics in float32, natural units, as the masked steps read them.
-struct alignas(16) RowStatistics {
-  float lse;  // +inf for rows that take no part
-  float lse_low;
-  float delta;
-  float unused;
-};
-
-// The same as a row of eight 16-bit columns of a matrix that the products of S and dP take in as
-// one more k step: three parts of -lse / softmax_scale, three of -delta, two zeros.
-struct alignas(16) StatisticColumns {
-  uint16_t parts[8];
-};
 
 // What the 16-bit parts of the statistics can hold; a head with a row beyond takes the masked
 // steps, which use RowStatistics. Three parts are 24 bits in bfloat16 and 33 in float16, whose
@@ -57,20 +45,23 @@ constexpr float kMaxLse = 1024.0f;
 //   dP^T = V dout^T    the same
 //   dV += P^T dout     kBlockKV             head dim               its 64 keys, P^T from registers
 //   dK += dS^T Q       the same, dS^T from registers
-//   dQ^T = K^T dS^T    head dim             kBlockQ                64 x kColumnsDQ: half of the
-//   head
-//                                                                  dim, or of the queries
+//   dQ^T = K^T dS^T    head dim             kBlockQ                64 x kColumnsDQ: half of either
 // kIssuesEarly: dV is issued before dS is formed, which hides one product more and takes P^T and P
 // in registers at once. Otherwise ptxas would move the wait for dP above the exponentials, and
 // keep_before_wait() holds it back.
-template <class Element_, int kHeadDim_, int kBlockQ_, bool kIssuesEarly_>
+template <class Element_, int kHeadDim_, int kBlockQ_, bool kIssuesEarly_, Features kFeatures>
 struct BackwardConfig {
   using Element = Element_;
+  static constexpr bool kIsGeneral = kFeatures == Features::kGeneral;
+  static constexpr bool kIsWide = false;
   static constexpr int kHeadDim = kHeadDim_;  // of q, k and of v, the smaller ones padded
+  static constexpr int kHeadDimV = kHeadDim;
   static constexpr int kBlockQ = kBlockQ_;
   static constexpr int kBlockKV = 128;
   static constexpr bool kIssuesEarly = kIssuesEarly_;
-  static constexpr int kStages = 2;  // of q and of dout
+  static constexpr int kCluster = 1;
+  static constexpr int kBoxRowsQ = kBlockQ;  // that one load brings
+  static constexpr int kStages = 2;          // of q and of dout
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kProducerRegisters = 24;
@@ -80,6 +71,7 @@ struct BackwardConfig {
   static constexpr int kColumnsDQ = kSlabs == 2 ? kBlockQ : kBlockQ / 2;
   static constexpr int kPartFloatsDQ = 64 * kColumnsDQ;
   static constexpr int kTileFloatsDQ = kConsumers * kPartFloatsDQ;
+  static constexpr bool kIsTransposedDQ = true;  // features x queries
 
   static_assert(kHeadDim == 64 || kHeadDim == 128, "one or two slabs");
   static_assert(kBlockQ % 16 == 0 && kColumnsDQ % 8 == 0, "whole k steps");
@@ -88,6 +80,7 @@ struct BackwardConfig {
                 "384 threads start with 168 registers each");
 
   using TileKV = mma::WgmmaTile<kBlockKV, kHeadDim>;
+  using TileK = TileKV;
   using TileQ = mma::WgmmaTile<kBlockQ, kHeadDim>;
   struct SharedStorage {
     TileKV k;  // dK at the end
@@ -97,12 +90,15 @@ struct BackwardConfig {
     mma::WgmmaTile<kBlockQ, kBlockKV> dscores[2];  // dS, by parity of the step
     // NOTE: not near the end. Products read the same bytes of these several times, through strides
     // of zero; memcheck takes an operand for contiguous, up to 4 KiB, and would see it leave.
+    // In a general instance they are RowStatistics where the step is extreme.
     alignas(128) StatisticColumns statistics[kStages][kBlockQ];
     alignas(128) uint32_t selectors[3][32];            // see kSelect...
     alignas(128) float dq[kConsumers][kPartFloatsDQ];  // in the order of PlaceDQ
     uint64_t k_full, v_full, q_full[kStages], q_empty[kStages], dout_full[kStages],
         dout_empty[kStages];
-    KeyBlock<kBlockQ, kBlockKV> block;
+    std::conditional_t<kIsGeneral, MaskedKeyBlock<kBlockQ, kBlockKV, kStages>,
+                       KeyBlock<kBlockQ, kBlockKV>>
+        block;
   };
   static constexpr int kSharedBytes = sizeof(SharedStorage);
   static_assert(kSharedBytes <= 227 * 1024, "sm_90 gives a CTA 227 KiB");
@@ -119,20 +115,22 @@ constexpr int kSelectDelta = 0, kSelectLse = 1, kSelectNothing = 2;
 // kBarrierConsumers  both consumers             dS of a step is written, rows of padding are zeros,
 //                                               K and V are read before dK and dV replace them
 // kBarrierTaken + c  consumer c, dQ writer      the previous dQ has left sDQ[c]
-// kBarrierFormed + c consumer c, dQ writer      dQ of this step lies in sDQ[c]
+// kBarrierFormed + c consumer c, dQ writer      dQ of this step lies in sDQ[c]; general, c = 0: and
+//                                               block.formed says which step it is, or the end
 // kBarrierStaged + c consumer c                 dK and dV lie in shared memory
 //
 // mbarrier           arrives                    waits           protects
 // k_full, v_full     TMA                        consumers       sK, sV filled
-// q_full[st]         TMA, with the statistics   consumers       sQ[st] filled
+// q_full[st]         TMA, with the statistics   consumers       sQ[st] filled; general: and
+//                                                               block.loaded[st], or the end
 // q_empty[st]        a thread of each consumer  loader          sQ[st] read by S and dK
 // dout_full[st]      TMA                        consumers       sdO[st] filled
 // dout_empty[st]     a thread of each consumer  loader          sdO[st] read by dP and dV
 constexpr int kBarrierConsumers = 1, kBarrierTaken = 2, kBarrierFormed = 4, kBarrierStaged = 6;
 
-template <class Element>
-using BackwardConfig64 = BackwardConfig<Element, 64, 128, false>;
-template <class Element>
-using BackwardConfig128 = BackwardConfig<Element, 128, 64, true>;
+template <class Element, Features kFeatures>
+using BackwardConfig64 = BackwardConfig<Element, 64, 128, false, kFeatures>;
+template <class Element, Features kFeatures>
+using BackwardConfig128 = BackwardConfig<Element, 128, 64, true, kFeatures>;
 
 }  // namespace jaxflash::fa3_sm90

@@ -8,27 +8,13 @@
 #pragma once
 
 #include "device/visibility.cuh"
+#include "kernels/fa3_sm90/backward_config.h"
 #include "kernels/fa3_sm90/backward_workspace.cuh"
 #include "ptx/math.cuh"
 
 namespace jaxflash::fa3_sm90 {
 
 constexpr int kPrepareThreads = 256;
-
-// Of the grid (batch entry, tile, head), heads fastest as in memory: what this CTA owns.
-struct QueryTile {
-  int batch, head, tile;
-  int64_t index;  // in the workspace
-
-  __device__ __forceinline__ QueryTile(const AttentionParams& params,
-                                       const BackwardWorkspace& workspace) {
-    const int N = static_cast<int>(params.N);
-    head = blockIdx.x % N;
-    tile = blockIdx.x / N % workspace.tiles;
-    batch = blockIdx.x / N / workspace.tiles;
-    index = workspace.index_of(N, batch, head, tile);
-  }
-};
 
 template <class Element>
 __device__ __forceinline__ float dot_packed(uint32_t left, uint32_t right) {
@@ -57,6 +43,38 @@ __device__ __forceinline__ bool is_beyond_columns(float softmax_scale, const Row
            fabsf(row.delta) < Limits::kMaxDelta && fabsf(softmax_scale) < Limits::kMaxScale);
 }
 
+// The ranges of segment ids: of the tile's queries, once for all heads, and of key blocks, which
+// are dealt out to the CTAs. One warp.
+template <class Config>
+__device__ __forceinline__ void find_id_ranges(const AttentionParams& params,
+                                               const SequenceInputs& inputs, const QueryTile& owned,
+                                               const BackwardWorkspace& workspace) {
+  const int lane_idx = threadIdx.x % 32;
+  const device::SequenceTile& sequence = owned.sequence;
+  const auto find = [&](const BroadcastArray& ids, int batch, int begin, int end,
+                        device::IdRange* range) {
+    const device::IdRange found =
+        device::id_range(device::batch_data<int32_t>(ids, params, batch), begin, end, lane_idx);
+    if (lane_idx == 0) *range = found;
+  };
+  if (owned.head == 0) {
+    find(params.query_segment_ids, sequence.batch, sequence.row_begin,
+         min(sequence.row_begin + Config::kBlockQ, sequence.query_len),
+         workspace.query_ids +
+             (static_cast<int64_t>(sequence.batch) * workspace.slots + owned.slot));
+  }
+  const int64_t num_blocks = params.B * workspace.blocks;
+#pragma unroll 1
+  for (int64_t i = blockIdx.x; i < num_blocks; i += gridDim.x) {
+    const int batch = static_cast<int>(i / workspace.blocks);
+    const int begin = static_cast<int>(i % workspace.blocks) * Config::kBlockKV;
+    const int kv_len =
+        device::length_of(inputs.kv_lengths, params, batch, static_cast<int>(params.S));
+    find(params.kv_segment_ids, batch, begin, min(begin + Config::kBlockKV, kv_len),
+         workspace.kv_ids + i);
+  }
+}
+
 template <class Config>
 __global__ void __launch_bounds__(kPrepareThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardParams params,
@@ -64,20 +82,18 @@ __global__ void __launch_bounds__(kPrepareThreads)
                             const __grid_constant__ BackwardWorkspace workspace) {
   using Element = typename Config::Element;
   constexpr int kBlockQ = Config::kBlockQ;
-  constexpr int kRowThreads = Config::kHeadDim / 8;  // 16 bytes of a row each
+  constexpr int kRowThreads = Config::kHeadDimV <= 64 ? 8 : Config::kHeadDimV <= 128 ? 16 : 32;
   const AttentionParams& attention = params.attention;
-  const QueryTile owned(attention, workspace);
-  const int T = static_cast<int>(attention.T), chunks = static_cast<int>(attention.Hv) / 8;
-  const int query_len = device::length_of(inputs.query_lengths, attention, owned.batch, T);
-  const int part = threadIdx.x % kRowThreads;
-  bool is_extreme = false;
+  const QueryTile owned = locate_query_tile<kBlockQ>(attention, inputs, workspace);
+  if (owned.num_rows <= 0) return;
+  const int chunks = static_cast<int>(attention.Hv) / 8;
+  const int part = threadIdx.x % kRowThreads;  // 16 bytes of a row each
+  bool is_extreme = false, has_idle_rows = false, has_rows = false;
 #pragma unroll
   for (int pass = 0; pass < kBlockQ * kRowThreads / kPrepareThreads; ++pass) {
     const int row = pass * (kPrepareThreads / kRowThreads) + threadIdx.x / kRowThreads;
-    const int position = owned.tile * kBlockQ + row;
-    const int64_t place =
-        (static_cast<int64_t>(owned.batch) * T + position) * attention.N + owned.head;
-    const float lse = position < query_len ? params.lse[place] : -device::kInfinity;
+    const int64_t place = owned.place_of(attention, row);
+    const float lse = row < owned.num_valid ? params.lse[place] : -device::kInfinity;
     const bool takes_part = lse != -device::kInfinity;
     float delta = 0.0f;
     if (takes_part && part < chunks) {
@@ -104,7 +120,8 @@ __global__ void __launch_bounds__(kPrepareThreads)
         split_in_three<Element>(-delta * StatisticLimits<Element>::kDeltaUnit, columns.parts + 3);
       }
     }
-    if (position < T) params.delta[place] = delta;
+    (takes_part ? has_rows : has_idle_rows) = true;
+    if (row < owned.num_rows) params.delta[place] = delta;
     workspace.rows[owned.index * kBlockQ + row] = statistics;
     workspace.columns[owned.index * kBlockQ + row] = columns;
   }
@@ -113,9 +130,16 @@ __global__ void __launch_bounds__(kPrepareThreads)
   for (int i = 0; i < Config::kTileFloatsDQ / 4 / kPrepareThreads; ++i) {
     sums[i * kPrepareThreads + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  const int any_extreme = __syncthreads_or(is_extreme);
+  int marks = __syncthreads_or(is_extreme) ? kMarkIsExtreme : 0;
+  if constexpr (Config::kIsGeneral) {
+    if (__syncthreads_or(has_idle_rows)) marks |= kMarkHasIdleRows;
+    if (!__syncthreads_or(has_rows)) marks |= kMarkIsIdle;
+    if (attention.query_segment_ids.data != nullptr && threadIdx.x < 32) {
+      find_id_ranges<Config>(attention, inputs, owned, workspace);
+    }
+  }
   if (threadIdx.x == 0) {
-    workspace.is_extreme[owned.index] = any_extreme;
+    workspace.marks[owned.index] = marks;
     workspace.turn[owned.index] = 0;
   }
 }
@@ -123,37 +147,39 @@ __global__ void __launch_bounds__(kPrepareThreads)
 template <class Config>
 __global__ void __launch_bounds__(kPrepareThreads)
     backward_convert_kernel(const __grid_constant__ BackwardParams params,
+                            const __grid_constant__ SequenceInputs inputs,
                             const __grid_constant__ BackwardWorkspace workspace) {
   using Element = typename Config::Element;
   constexpr int kBlockQ = Config::kBlockQ, kHeadDim = Config::kHeadDim;
   constexpr int kRowElements = kHeadDim + 8;  // keeps the writes out of each other's banks
   __shared__ alignas(16) Element rows[kBlockQ * kRowElements];
   const AttentionParams& attention = params.attention;
-  const QueryTile owned(attention, workspace);
+  const QueryTile owned = locate_query_tile<kBlockQ>(attention, inputs, workspace);
+  if (owned.num_rows <= 0) return;
   const float* sums = workspace.dq + owned.index * Config::kTileFloatsDQ;
   const float scale = attention.softmax_scale;
+  constexpr int kNear = Config::kIsTransposedDQ ? kRowElements : 1;
+  constexpr int kFar = Config::kIsTransposedDQ ? 8 : 8 * kRowElements;
 #pragma unroll
-  for (int j = 0; j < Config::kColumnsDQ / 8; ++j) {
-    const PlaceDQ<Config> place(threadIdx.x / 128, j, threadIdx.x % 128);
-    const float4 sum = *reinterpret_cast<const float4*>(sums + place.offset);
+  for (int i = 0; i < Config::kTileFloatsDQ / 4 / kPrepareThreads; ++i) {
+    const int index = i * kPrepareThreads + threadIdx.x;
+    const PlaceDQ<Config> place(index);
+    const float4 sum = reinterpret_cast<const float4*>(sums)[index];
     Element* first = rows + place.query * kRowElements + place.feature;
     first[0] = static_cast<Element>(sum.x * scale);
-    first[kRowElements] = static_cast<Element>(sum.y * scale);
-    first[8] = static_cast<Element>(sum.z * scale);
-    first[kRowElements + 8] = static_cast<Element>(sum.w * scale);
+    first[kNear] = static_cast<Element>(sum.y * scale);
+    first[kFar] = static_cast<Element>(sum.z * scale);
+    first[kNear + kFar] = static_cast<Element>(sum.w * scale);
   }
   __syncthreads();
   constexpr int kRowChunks = kHeadDim / 8;
-  const int T = static_cast<int>(attention.T), chunks = static_cast<int>(attention.H) / 8;
-  const int chunk = threadIdx.x % kRowChunks;
+  const int chunks = static_cast<int>(attention.H) / 8;
 #pragma unroll
   for (int pass = 0; pass < kBlockQ * kRowChunks / kPrepareThreads; ++pass) {
-    const int row = pass * (kPrepareThreads / kRowChunks) + threadIdx.x / kRowChunks;
-    const int position = owned.tile * kBlockQ + row;
-    if (position >= T || chunk >= chunks) continue;
-    const int64_t place =
-        (static_cast<int64_t>(owned.batch) * T + position) * attention.N + owned.head;
-    static_cast<uint4*>(params.dq)[place * chunks + chunk] =
+    const int index = pass * kPrepareThreads + threadIdx.x;
+    const int row = index / kRowChunks, chunk = index % kRowChunks;
+    if (row >= owned.num_rows || chunk >= chunks) continue;
+    static_cast<uint4*>(params.dq)[owned.place_of(attention, row) * chunks + chunk] =
         *reinterpret_cast<const uint4*>(rows + row * kRowElements + 8 * chunk);
   }
 }

@@ -23,10 +23,9 @@ using StatisticOperands = ptx::WgmmaOperands<0, (128 >> 4), false, false>;
 
 // scores = X Y^T, X: this warpgroup's 64 rows of K or V, Y: all rows of a Q or dout tile. With
 // kAddsStatistic the accumulator starts at what `selector` picks from the statistics.
-template <class Config, bool kAddsStatistic>
-__device__ __forceinline__ void issue_scores(const typename Config::TileKV& x, int c,
-                                             const typename Config::TileQ& y, uint32_t selector,
-                                             const StatisticColumns* statistics,
+template <class Config, bool kAddsStatistic, class TileX, class TileY>
+__device__ __forceinline__ void issue_scores(const TileX& x, int c, const TileY& y,
+                                             uint32_t selector, const StatisticColumns* statistics,
                                              ScoreFragment<Config>& scores) {
   using Element = typename Config::Element;
   const uint32_t a = x.k_major() + c * (64 * 128 >> 4), b = y.k_major();
@@ -38,20 +37,19 @@ __device__ __forceinline__ void issue_scores(const typename Config::TileKV& x, i
         scores, selector, mma::descriptor_low(ptx::shared_address(statistics), 0), false);
   }
 #pragma unroll
-  for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-    ptx::wgmma_ss<Element, mma::TileOperands<false, false>>(
-        scores, a + Config::TileKV::k_major_step(step), b + Config::TileQ::k_major_step(step),
-        kAddsStatistic || step > 0);
+  for (int step = 0; step < TileX::kNumColumns / 16; ++step) {
+    ptx::wgmma_ss<Element, mma::TileOperands<false, false>>(scores, a + TileX::k_major_step(step),
+                                                            b + TileY::k_major_step(step),
+                                                            kAddsStatistic || step > 0);
   }
   ptx::wgmma_commit();
   ptx::wgmma_pin(scores);
 }
 
 // dV += P^T dout or dK += dS^T Q. `left` must stay as it is until the product is waited for.
-template <class Config>
-__device__ __forceinline__ void issue_gradient(LeftOperand<Config>& left,
-                                               const typename Config::TileQ& right,
-                                               GradientFragment<Config>& gradient) {
+template <class Config, class Tile, int kCount>
+__device__ __forceinline__ void issue_gradient(LeftOperand<Config>& left, const Tile& right,
+                                               float (&gradient)[kCount]) {
   const uint32_t b = right.mn_major();
   ptx::wgmma_pin(left);
   ptx::wgmma_pin(gradient);
@@ -59,7 +57,7 @@ __device__ __forceinline__ void issue_gradient(LeftOperand<Config>& left,
 #pragma unroll
   for (int step = 0; step < Config::kBlockQ / 16; ++step) {
     ptx::wgmma_rs<typename Config::Element, mma::TileOperands<false, true>>(
-        gradient, left[step], b + Config::TileQ::mn_major_step(step), true);
+        gradient, left[step], b + Tile::mn_major_step(step), true);
   }
   ptx::wgmma_commit();
   ptx::wgmma_pin(gradient);

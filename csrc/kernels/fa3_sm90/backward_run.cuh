@@ -4,18 +4,22 @@
 #include <cuda_runtime.h>
 
 #include "base/launch_kernel.cuh"
-#include "kernels/fa3_sm90/backward.cuh"
 #include "kernels/fa3_sm90/backward_prepare.cuh"
+#include "kernels/fa3_sm90/backward_wide.cuh"
 #include "kernels/fa3_sm90/tensor_map.h"
 
 namespace jaxflash::fa3_sm90 {
 
-inline int64_t tiles_of(int64_t rows, int tile_rows) { return (rows + tile_rows - 1) / tile_rows; }
-
+// num_sequences: of a packed batch entry.
 template <class Config>
-int64_t workspace_floats(int64_t B, int64_t T, int64_t N) {
-  return backward_workspace_floats(B * N * tiles_of(T, Config::kBlockQ), Config::kBlockQ,
-                                   Config::kHeadDim);
+BackwardWorkspaceSizes workspace_sizes(int64_t B, int64_t T, int64_t S, int64_t N,
+                                       int64_t num_sequences, bool is_packed) {
+  return {B,
+          N,
+          device::tiles_per_batch(T, num_sequences, is_packed, Config::kBlockQ),
+          device::tiles_per_batch(S, num_sequences, is_packed, Config::kBlockKV),
+          Config::kBlockQ,
+          Config::kHeadDim};
 }
 
 template <class Config>
@@ -26,10 +30,10 @@ cudaError_t make_maps(const BackwardParams& params, BackwardMaps* maps) {
     int64_t rows, heads, features;
     int box_rows;
     CUtensorMap* map;
-  } arrays[] = {{a.q, a.T, a.N, a.H, Config::kBlockQ, &maps->q},
-                {params.dout, a.T, a.N, a.Hv, Config::kBlockQ, &maps->dout},
-                {a.k, a.S, a.K, a.H, Config::kBlockKV, &maps->k},
-                {a.v, a.S, a.K, a.Hv, Config::kBlockKV, &maps->v},
+  } arrays[] = {{a.q, a.T, a.N, a.H, Config::kBoxRowsQ, &maps->q},
+                {params.dout, a.T, a.N, a.Hv, Config::kBoxRowsQ, &maps->dout},
+                {a.k, a.S, a.K, a.H, Config::TileK::kNumRows, &maps->k},
+                {a.v, a.S, a.K, a.Hv, Config::TileK::kNumRows, &maps->v},
                 {params.dk, a.S, a.K, a.H, 64, &maps->dk},  // of one consumer
                 {params.dv, a.S, a.K, a.Hv, 64, &maps->dv}};
   for (const auto& array : arrays) {
@@ -42,15 +46,51 @@ cudaError_t make_maps(const BackwardParams& params, BackwardMaps* maps) {
   return cudaSuccess;
 }
 
+template <class Config, bool kIsOrdered>
+constexpr auto main_kernel() {
+  if constexpr (Config::kIsWide) {
+    return backward_wide_kernel<Config, kIsOrdered>;
+  } else {
+    return backward_kernel<Config, kIsOrdered>;
+  }
+}
+
+// `clusters` of Config::kCluster CTAs each.
+template <class Config, class Kernel, class... Arguments>
+cudaError_t launch_clusters(Kernel kernel, int64_t clusters, cudaStream_t stream,
+                            const Arguments&... arguments) {
+  if constexpr (Config::kCluster == 1) {
+    return launch_kernel(kernel, clusters, Config::kThreads, Config::kSharedBytes, stream,
+                         arguments...);
+  } else {
+    if (clusters == 0) return cudaSuccess;
+    if (clusters > INT32_MAX / Config::kCluster) return cudaErrorInvalidConfiguration;
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    if (error != cudaSuccess) return error;
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3(static_cast<unsigned>(clusters * Config::kCluster));
+    launch.blockDim = dim3(Config::kThreads);
+    launch.dynamicSmemBytes = Config::kSharedBytes;
+    launch.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {Config::kCluster, 1, 1};
+    launch.attrs = &attribute;
+    launch.numAttrs = 1;
+    return cudaLaunchKernelEx(&launch, kernel, arguments...);
+  }
+}
+
 template <class Config>
 cudaError_t run_backward(const BackwardParams& params, const SequenceInputs& inputs,
                          float* workspace_data, bool is_deterministic, cudaStream_t stream) {
   const AttentionParams& attention = params.attention;
-  const int64_t tiles = tiles_of(attention.T, Config::kBlockQ);
-  const int64_t blocks = tiles_of(attention.S, Config::kBlockKV);
-  const int64_t query_ctas = attention.B * attention.N * tiles;
-  const BackwardWorkspace workspace = make_backward_workspace(
-      workspace_data, query_ctas, Config::kBlockQ, Config::kHeadDim, static_cast<int>(tiles));
+  const BackwardWorkspaceSizes sizes =
+      workspace_sizes<Config>(attention.B, attention.T, attention.S, attention.N,
+                              inputs.num_sequences, inputs.query_offsets.data != nullptr);
+  const int64_t query_ctas = sizes.entries * sizes.heads * sizes.slots;
+  const BackwardWorkspace workspace = make_backward_workspace(workspace_data, sizes);
   BackwardMaps maps = {};
   cudaError_t error = make_maps<Config>(params, &maps);
   if (error != cudaSuccess) return error;
@@ -60,14 +100,12 @@ cudaError_t run_backward(const BackwardParams& params, const SequenceInputs& inp
   // A causal query tile meets its last key block first when the blocks start together, so that is
   // the order in which their dq comes without waiting.
   const bool is_reversed = attention.window_right >= 0;
-  const auto kernel =
-      is_deterministic ? backward_kernel<Config, true> : backward_kernel<Config, false>;
-  error = launch_kernel(kernel, attention.B * attention.K * blocks, Config::kThreads,
-                        Config::kSharedBytes, stream, maps, params, inputs, workspace,
-                        static_cast<int>(blocks), is_reversed);
+  const auto kernel = is_deterministic ? main_kernel<Config, true>() : main_kernel<Config, false>();
+  error = launch_clusters<Config>(kernel, attention.B * attention.K * sizes.blocks, stream, maps,
+                                  params, inputs, workspace, workspace.blocks, is_reversed);
   if (error != cudaSuccess) return error;
   return launch_kernel(backward_convert_kernel<Config>, query_ctas, kPrepareThreads, 0, stream,
-                       params, workspace);
+                       params, inputs, workspace);
 }
 
 }  // namespace jaxflash::fa3_sm90

@@ -17,14 +17,16 @@ struct KeyBlock {
   device::Window see;
   int first_row, end_row;  // the queries of the batch entry that see a key at all
 
-  // Grid: (batch entry, KV head, key block), blocks fastest. One thread of the CTA.
-  __device__ __forceinline__ void locate(const AttentionParams& params,
-                                         const SequenceInputs& inputs, int blocks,
-                                         bool is_reversed) {
+  // index: of (batch entry, KV head, key block), blocks fastest. One thread of the CTA. Returns
+  // what the block lies in.
+  __device__ __forceinline__ device::SequenceTile locate(const AttentionParams& params,
+                                                         const SequenceInputs& inputs,
+                                                         unsigned index, int blocks,
+                                                         bool is_reversed) {
     const int K = static_cast<int>(params.K), group_size = static_cast<int>(params.group_size);
-    const int block = blockIdx.x % blocks;
-    kv_head = blockIdx.x / blocks % K;
-    batch = blockIdx.x / blocks / K;
+    const int block = index % blocks;
+    kv_head = index / blocks % K;
+    batch = index / blocks / K;
     const device::SequenceTile place = device::locate_tile<false, kBlockKV>(
         params, inputs, batch, is_reversed ? blocks - 1 - block : block);
     first_key = place.row_begin;
@@ -43,7 +45,13 @@ struct KeyBlock {
     if (end_key > see.kv_len) end_plain = first_plain;
     first_row = device::clamp(-see.window_high, 0, see.query_len);
     end_row = device::clamp(see.kv_len - see.window_low, first_row, see.query_len);
+    return place;
   }
+
+  // Where tiles and keys lie: in the workspace, and among the rows of the batch entry.
+  __device__ __forceinline__ int slot(int tile) const { return tile; }
+  __device__ __forceinline__ int query_row(int tile) const { return tile * kBlockQ; }
+  __device__ __forceinline__ int key_row() const { return first_key; }
 
   // To whole tiles, and not below 0.
   __device__ __forceinline__ static int round_up(int row) {

@@ -6,6 +6,7 @@
 //
 //   S(j)  = Q K(j)^T                     issue_scores     in flight together with
 //   O    += P(j+1) V(j+1)                issue_output     the product of the block before
+//   S     = capped S                     Rows::cap        with a soft cap
 //   S     = masked S                     Rows::hide       only on blocks that need it
 //   m     = reference                    Rows::take_exact_reference, or settle: rarely
 //   P     = exp2(S - m); l += sum P      Rows::exponentiate
@@ -16,23 +17,27 @@
 //   tensor cores | S0' O1' | S0" O1" | S1' O0' | ...       ' and " are two consumers
 //   consumer '   | issue   | softmax of S0'    | issue ...
 //
-// CTAs stay for many tiles; a cluster of two works on neighbouring row blocks of one head and
-// shares the K/V blocks. The output of a tile leaves while the next one begins.
+// CTAs stay for many tiles. The output of a tile leaves while the next one begins.
+//
+// The general instance (features.h) streams the blocks that its scheduler finds to be visible
+// (forward_blocks.cuh); in a block that a row does not see whole, the mask is found as bits before
+// the products are issued (forward_mask.cuh).
 //
 // barrier        arrives                           waits       protects
-// tile_full[s]   scheduler, tx bytes               all         tiles[s] filled
-// tile_empty[s]  warps and loaders of the cluster  scheduler   tiles[s] may be overwritten
+// tile_full[s]   scheduler                         all         tiles[s] filled
+// tile_empty[s]  consumers' warps, loaders         scheduler   tiles[s] may be overwritten
 // q_full[b][c]   TMA (tx bytes)                    consumer c  q[b][c] holds the queries
 // q_empty[b][c]  consumer c, output has left       keys        q[b][c] may be overwritten
 // k_full[s]      TMA (tx bytes)                    consumers   k[s] filled
-// k_empty[s]     consumers of the cluster          keys        k[s] may be overwritten
+// k_empty[s]     consumers                         keys        k[s] may be overwritten
 // v_full[s]      TMA (tx bytes)                    consumers   v[s] filled
-// v_empty[s]     consumers of the cluster          values      v[s] may be overwritten
+// v_empty[s]     consumers                         values      v[s] may be overwritten
 //
 // NOTE: one thread gives a K or V stage back for its warpgroup, which is valid because only wgmma
 // reads them, and its wait is the whole warpgroup's.
 //
-// Limits: H, Hv <= kHeadDim and multiples of 8; a positive scale; T, S < 2^30; no packing.
+// Limits: H <= kHeadDim, Hv <= kHeadDimV, multiples of 8; a positive scale; T, S < 2^30; no mask,
+// bias or dropout.
 #pragma once
 
 #include "kernels/fa3_sm90/config.h"
@@ -46,25 +51,31 @@ namespace jaxflash::fa3_sm90 {
 
 template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::SharedStorage* shared) {
-  constexpr int kConsumers = Config::kNumConsumers, kCtas = Config::kCluster;
+  constexpr int kConsumers = Config::kNumConsumers;
   for (int slot = 0; slot < Config::kNumTileSlots; ++slot) {
     ptx::mbarrier_init(&shared->tile_full[slot], 1);
-    ptx::mbarrier_init(&shared->tile_empty[slot], kCtas * (4 * kConsumers + 2));
+    ptx::mbarrier_init(&shared->tile_empty[slot], 4 * kConsumers + 2);
   }
-  for (int i = 0; i < 2 * kConsumers; ++i) {
+  for (int i = 0; i < Config::kNumQueryBuffers * kConsumers; ++i) {
     ptx::mbarrier_init(&shared->q_full[i / kConsumers][i % kConsumers], 1);
     ptx::mbarrier_init(&shared->q_empty[i / kConsumers][i % kConsumers], 1);
   }
   for (int stage = 0; stage < Config::kNumStages; ++stage) {
     ptx::mbarrier_init(&shared->k_full[stage], 1);
     ptx::mbarrier_init(&shared->v_full[stage], 1);
-    ptx::mbarrier_init(&shared->k_empty[stage], kCtas * kConsumers);
-    ptx::mbarrier_init(&shared->v_empty[stage], kCtas * kConsumers);
+    ptx::mbarrier_init(&shared->k_empty[stage], kConsumers);
+    ptx::mbarrier_init(&shared->v_empty[stage], kConsumers);
+  }
+  if constexpr (Config::kIsGeneral) {
+    for (int word = 0; word < Config::kNumWords; ++word) {
+      ptx::mbarrier_init(&shared->word_full[word], 1);
+      ptx::mbarrier_init(&shared->word_empty[word], 4 * kConsumers + 2);
+    }
   }
   ptx::mbarrier_init_fence();
 }
 
-// Grid: a multiple of kCluster CTAs, no more than run at once.
+// Grid: no more CTAs than run at once.
 template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params,
@@ -76,7 +87,6 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   auto* shared = reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) init_barriers<Config>(shared);
   __syncthreads();
-  if constexpr (Config::kCluster > 1) ptx::cluster_sync();  // a partner may signal from here on
 
   const int warpgroup_idx = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
   if (warpgroup_idx == 0) {
@@ -84,21 +94,18 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     const Producer<Config> producer(maps, shared);
     if (threadIdx.x == 0) {
       producer.load_queries_and_keys();
-    } else if (threadIdx.x == 32) {
-      bool draws = true;
-      if constexpr (Config::kCluster > 1) draws = ptx::cluster_rank() == 0;
-      if (draws) producer.schedule(params.attention, inputs, schedule);
+    } else if (threadIdx.x / 32 == 1) {
+      if constexpr (Config::kIsGeneral) {
+        producer.schedule_masked(params.attention, inputs, schedule);
+      } else if (threadIdx.x == 32) {
+        producer.schedule(params.attention, inputs, schedule);
+      }
     } else if (threadIdx.x == 64) {
       producer.load_values();
     }
   } else {
     ptx::grow_registers<Config::kConsumerRegisters>();
     Consumer<Config>(params, maps, warpgroup_idx - 1, shared).run();
-  }
-  if constexpr (Config::kCluster > 1) {
-    // The partner may still multicast to this CTA or arrive on its barriers.
-    __syncwarp();
-    ptx::cluster_sync();
   }
 #else
   __trap();  // compiled for another architecture than sm_90a

@@ -1,10 +1,11 @@
 // The producer warpgroup of the FlashAttention-3 forward: one thread each of three warps.
 //
-//   scheduler   decides which tile comes next and tells all warps of the cluster
+//   scheduler   decides which tile comes next and tells all warps
 //   keys        fetches the next tile's queries in the middle of a tile, and K block after block
 //   values      fetches V block after block
 //
-// In a cluster every CTA fetches a part of each K and V block and multicasts it to all.
+// In the general instance the whole warp of the scheduler works, and decides as well which blocks
+// the tile meets (forward_blocks.cuh).
 #pragma once
 
 #include "kernels/fa3_sm90/config.h"
@@ -17,25 +18,14 @@ namespace jaxflash::fa3_sm90 {
 
 struct ForwardMaps {
   CUtensorMap q;    // [B, T, N, H], boxes of 64 rows
-  CUtensorMap k;    // [B, S, K, H], boxes of part_rows() rows
+  CUtensorMap k;    // [B, S, K, H], boxes of kBlockKV rows
   CUtensorMap v;    // [B, S, K, Hv]
   CUtensorMap out;  // [B, T, N, Hv], boxes of 64 rows
 };
 
-// A CTA of a cluster fetches whole slabs of a block where there are enough, else rows of each.
-template <class Config>
-__host__ __device__ constexpr bool shares_by_slabs() {
-  return Config::KVTile::kNumSlabs % Config::kCluster == 0;
-}
-template <class Config>
-__host__ __device__ constexpr int part_rows() {
-  return shares_by_slabs<Config>() ? Config::kBlockKV : Config::kBlockKV / Config::kCluster;
-}
-
 template <class Config>
 class Producer {
   using Storage = typename Config::SharedStorage;
-  using KVTile = typename Config::KVTile;
   static constexpr int kStages = Config::kNumStages;
 
  public:
@@ -45,39 +35,62 @@ class Producer {
   __device__ __forceinline__ void schedule(const AttentionParams& params,
                                            const SequenceInputs& inputs,
                                            const Schedule& schedule) const {
-    const int num_clusters = gridDim.x / Config::kCluster;
-    int index = blockIdx.x / Config::kCluster;
+    int index = blockIdx.x;
 #pragma unroll 1
     for (int t = 0;; ++t) {
       const int slot = t % Config::kNumTileSlots;
       const WorkTile tile = locate<Config>(params, inputs, schedule, index);
       ptx::mbarrier_wait(&shared_.tile_empty[slot], (t / Config::kNumTileSlots & 1) ^ 1);
-#pragma unroll 1
-      for (int cta = 0; cta < Config::kCluster; ++cta) {
-        ptx::mbarrier_arrive_expect_cluster(&shared_.tile_full[slot], sizeof(WorkTile), cta);
-        int4* destination = reinterpret_cast<int4*>(&shared_.tiles[slot]);
-        uint64_t* full = &shared_.tile_full[slot];
-        ptx::store_async_v4(destination, full,
-                            {tile.row_begin, tile.head, tile.batch, tile.kv_head}, cta);
-        ptx::store_async_v4(destination + 1, full, {tile.block_begin, tile.block_end, 0, 0}, cta);
-        ptx::store_async_v4(
-            destination + 2, full,
-            {tile.see.query_len, tile.see.kv_len, tile.see.window_low, tile.see.window_high}, cta);
-      }
+      shared_.tiles[slot] = tile;
+      ptx::mbarrier_arrive(&shared_.tile_full[slot]);
       if (tile.row_begin < 0) return;
-      index = schedule.drawn == nullptr ? index + num_clusters
-                                        : num_clusters + atomicAdd(schedule.drawn, 1);
+      index = static_cast<int>(gridDim.x) +
+              (schedule.drawn == nullptr ? index : atomicAdd(schedule.drawn, 1));
+    }
+  }
+
+  // The general instance's, by a whole warp. A tile is handed out before its blocks are known.
+  __device__ __forceinline__ void schedule_masked(const AttentionParams& params,
+                                                  const SequenceInputs& inputs,
+                                                  const Schedule& schedule) const {
+    const int lane_idx = threadIdx.x % 32;
+    BlockWriter<Config> blocks(&shared_);
+    // Drawn one tile ahead, so that nobody waits for it.
+    int drawn = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
+#pragma unroll 1
+    for (int t = 0;; ++t) {
+      const int slot = t % Config::kNumTileSlots;
+      typename Config::Tile* tile = &shared_.tiles[slot];
+      ptx::mbarrier_wait(&shared_.tile_empty[slot], (t / Config::kNumTileSlots & 1) ^ 1);
+      if (lane_idx == 0) {
+        bool has_rows;
+        do {
+          const int index = static_cast<int>(gridDim.x) + drawn;
+          drawn = atomicAdd(schedule.drawn, 1);
+          has_rows = locate_masked<Config>(params, inputs, schedule, index, tile);
+        } while (!has_rows);
+      }
+      __syncwarp();  // lane 0 has written the tile
+      const bool is_end = tile->row_begin < 0;
+      if (!is_end) blocks.find_query_ids(tile);
+      if (lane_idx == 0) ptx::mbarrier_arrive(&shared_.tile_full[slot]);
+      if (is_end) return;
+      blocks.write(*tile);
     }
   }
 
   __device__ __forceinline__ void load_queries_and_keys() const {
+    if constexpr (Config::kIsGeneral) {
+      load_masked(shared_.k, maps_.k, shared_.k_full, shared_.k_empty, true);
+      return;
+    }
     Ring<kStages> ring;
     Stream now = open(0, true);
 #pragma unroll 1
     for (int t = 1; now.blocks >= 0; ++t) {
       // Early enough that the queries are there when the next tile begins, late enough that the
       // output of the tile before this one has left their place.
-      const int half = now.blocks / 2;
+      const int half = Config::kNumQueryBuffers == 2 ? now.blocks / 2 : 0;
       load_blocks(half, shared_.k, maps_.k, shared_.k_full, shared_.k_empty, &ring, &now);
       const Stream next = open(t, true);
       load_blocks(0, shared_.k, maps_.k, shared_.k_full, shared_.k_empty, &ring, &now);
@@ -86,6 +99,10 @@ class Producer {
   }
 
   __device__ __forceinline__ void load_values() const {
+    if constexpr (Config::kIsGeneral) {
+      load_masked(shared_.v, maps_.v, shared_.v_full, shared_.v_empty, false);
+      return;
+    }
     Ring<kStages> ring;
 #pragma unroll 1
     for (int t = 0;; ++t) {
@@ -98,31 +115,38 @@ class Producer {
  private:
   // What is left to load of a tile: blocks block, block - 1, ... of one KV head.
   struct Stream {
-    int blocks;  // -1 = no more work
+    int blocks;  // -1 = no more work; the general instance's words tell otherwise
     int block, kv_head, batch;
+    int first_key;  // of the sequence
   };
 
   // Reads tile number t and gives its slot back.
   __device__ __forceinline__ Stream open(int t, bool loads_queries) const {
     const int slot = t % Config::kNumTileSlots;
     ptx::mbarrier_wait(&shared_.tile_full[slot], t / Config::kNumTileSlots & 1);
-    const WorkTile& tile = shared_.tiles[slot];
-    if (tile.row_begin < 0) return {-1, 0, 0, 0};
+    const typename Config::Tile& tile = shared_.tiles[slot];
+    if (tile.row_begin < 0) return {-1, 0, 0, 0, 0};
     if (loads_queries) load_queries(tile, t);
-    const Stream stream = {tile.block_end - tile.block_begin, tile.block_end - 1, tile.kv_head,
-                           tile.batch};
-    ptx::mbarrier_arrive_cluster(&shared_.tile_empty[slot], 0);
+    Stream stream = {0, 0, tile.kv_head, tile.batch, 0};
+    if constexpr (Config::kIsGeneral) {
+      stream.first_key = tile.kv_begin;
+    } else {
+      stream.blocks = tile.block_end - tile.block_begin;
+      stream.block = tile.block_end - 1;
+    }
+    ptx::mbarrier_arrive(&shared_.tile_empty[slot]);
     return stream;
   }
 
-  __device__ __forceinline__ void load_queries(const WorkTile& tile, int t) const {
-    const int buffer = t % 2;
+  __device__ __forceinline__ void load_queries(const typename Config::Tile& tile, int t) const {
+    const int buffer = t % Config::kNumQueryBuffers;
     int row = tile.row_begin;
-    if constexpr (Config::kCluster > 1) row += ptx::cluster_rank() * Config::kBlockQ;
+    if constexpr (Config::kIsGeneral) row += tile.query_begin;
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer, row += 64) {
       uint64_t* full = &shared_.q_full[buffer][consumer];
-      ptx::mbarrier_wait(&shared_.q_empty[buffer][consumer], (t / 2 & 1) ^ 1);
+      ptx::mbarrier_wait(&shared_.q_empty[buffer][consumer],
+                         (t / Config::kNumQueryBuffers & 1) ^ 1);
       ptx::mbarrier_arrive_expect(full, Config::QueryTile::kBytes);
 #pragma unroll
       for (int slab = 0; slab < Config::QueryTile::kNumSlabs; ++slab) {
@@ -133,6 +157,7 @@ class Producer {
   }
 
   // Loads until `left` blocks of the stream are left.
+  template <class KVTile>
   __device__ __forceinline__ void load_blocks(int left, KVTile (&tiles)[kStages],
                                               const CUtensorMap& map, uint64_t (&full)[kStages],
                                               uint64_t (&empty)[kStages], Ring<kStages>* ring,
@@ -142,32 +167,39 @@ class Producer {
       const int stage = ring->stage;
       ptx::mbarrier_wait(&empty[stage], ring->phase ^ 1);
       ptx::mbarrier_arrive_expect(&full[stage], KVTile::kBytes);
-      load_part(&tiles[stage], map, &full[stage], *stream);
+      load_block(&tiles[stage], map, &full[stage], stream->block, *stream);
       ring->advance();
     }
   }
 
-  __device__ __forceinline__ void load_part(KVTile* tile, const CUtensorMap& map, uint64_t* full,
-                                            const Stream& stream) const {
-    const int row = stream.block * Config::kBlockKV;
-    if constexpr (Config::kCluster == 1) {
-#pragma unroll
-      for (int slab = 0; slab < KVTile::kNumSlabs; ++slab) {
-        ptx::tma_load(tile->slabs[slab], &map, full, 64 * slab, row, stream.kv_head, stream.batch);
+  // The general instance: whatever blocks the scheduler's words name, tile after tile.
+  template <class KVTile>
+  __device__ __forceinline__ void load_masked(KVTile (&tiles)[kStages], const CUtensorMap& map,
+                                              uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
+                                              bool loads_queries) const {
+    Ring<kStages> ring;
+    BlockReader<Config, 1> blocks;
+#pragma unroll 1
+    for (int t = 0;; ++t) {
+      const Stream now = open(t, loads_queries);
+      if (now.blocks < 0) return;
+#pragma unroll 1
+      while (blocks.next(&shared_, 0)) {
+        ptx::mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
+        ptx::mbarrier_arrive_expect(&full[ring.stage], KVTile::kBytes);
+        load_block(&tiles[ring.stage], map, &full[ring.stage], blocks.block(), now);
+        ring.advance();
       }
-    } else {
-      constexpr uint16_t kAllCtas = (1 << Config::kCluster) - 1;
-      constexpr int kSlabs =
-          shares_by_slabs<Config>() ? KVTile::kNumSlabs / Config::kCluster : KVTile::kNumSlabs;
-      const int rank = ptx::cluster_rank();
-      const int first_slab = shares_by_slabs<Config>() ? rank * kSlabs : 0;
-      const int first_row = shares_by_slabs<Config>() ? 0 : rank * part_rows<Config>();
+    }
+  }
+
+  template <class KVTile>
+  __device__ __forceinline__ void load_block(KVTile* tile, const CUtensorMap& map, uint64_t* full,
+                                             int block, const Stream& stream) const {
+    const int row = stream.first_key + block * Config::kBlockKV;
 #pragma unroll
-      for (int i = 0; i < kSlabs; ++i) {
-        const int slab = first_slab + i;
-        ptx::tma_load_multicast(tile->slabs[slab] + 64 * first_row, &map, full, 64 * slab,
-                                row + first_row, stream.kv_head, stream.batch, kAllCtas);
-      }
+    for (int slab = 0; slab < KVTile::kNumSlabs; ++slab) {
+      ptx::tma_load(tile->slabs[slab], &map, full, 64 * slab, row, stream.kv_head, stream.batch);
     }
   }
 

@@ -9,14 +9,14 @@
 //   - a lane's sum of one block reaches kGrown: the row's reference, P, l and O move by a power of
 //     two (settle),
 //   - it reaches kOverflown or is NaN: the row's scores of the block are computed once more, and
-//   its
-//     exact maximum taken (redo).
+//     its exact maximum is taken (redo).
 // What happens to a row depends on its own visible logits alone, never on its neighbours': a result
 // does not change, to the bit, with keys its row may not see. The reference never exceeds the row
 // maximum by more than log2 of a block's keys, so nothing underflows that should not, and P <
 // kGrown < 65504, which float16 can hold.
 #pragma once
 
+#include "device/soft_cap.cuh"
 #include "device/visibility.cuh"
 #include "kernels/fa3_sm90/config.h"
 #include "ptx/ldmatrix.cuh"
@@ -43,12 +43,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 template <class Config>
 struct Rows {
   using Element = typename Config::Element;
-  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kHeadDimV = Config::kHeadDimV;
   static constexpr int kBlockKV = Config::kBlockKV;
 
   float scores[kBlockKV / 2];
   uint32_t probabilities[kBlockKV / 16][4];  // of the block before, operand `a` of the next product
-  float output[kHeadDim / 2];                // unnormalised
+  float output[kHeadDimV / 2];               // unnormalised
   float reference[2];                        // log2 units, the same in a quad; -inf = no key yet
   float row_sum[2], block_sum[2];            // this lane's share
   float rescale[2];                          // brings O and l to the reference just taken
@@ -56,7 +56,7 @@ struct Rows {
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) output[i] = 0.0f;
+    for (int i = 0; i < kHeadDimV / 2; ++i) output[i] = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       reference[r] = -kInfinity;
@@ -84,6 +84,21 @@ struct Rows {
         if (i / 2 * 8 + i % 2 < begin) scores[i / 2 * 4 + 2 * r + i % 2] = -kInfinity;
       }
     }
+  }
+
+  // The same by bits (find_visible).
+  __device__ __forceinline__ void hide(const uint32_t (&visible)[2]) {
+#pragma unroll
+    for (int i = 0; i < kBlockKV / 2; ++i) {
+      const int n = i / 4 * 2 + i % 2;  // the column's bit
+      if ((visible[i / 2 % 2] >> n & 1) == 0) scores[i] = -kInfinity;
+    }
+  }
+
+  // scores = soft-capped logits in units of the cap; to_caps: from scores to those units.
+  __device__ __forceinline__ void cap(float to_caps) {
+#pragma unroll
+    for (int i = 0; i < kBlockKV / 2; ++i) scores[i] = device::tanh_quotient(scores[i] * to_caps);
   }
 
   // reference = max(reference, row maximum of the scores).
@@ -171,7 +186,7 @@ struct Rows {
     row_sum[0] *= rescale[0];
     row_sum[1] *= rescale[1];
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) output[i] *= rescale[i / 2 % 2];
+    for (int i = 0; i < kHeadDimV / 2; ++i) output[i] *= rescale[i / 2 % 2];
   }
 
   // Adds the block to the denominator and rounds P for the product with V.

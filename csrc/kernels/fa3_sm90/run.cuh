@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "base/launch_kernel.cuh"
 #include "kernels/fa3_sm90/forward.cuh"
 #include "kernels/fa3_sm90/tensor_map.h"
 
@@ -22,8 +23,8 @@ cudaError_t encode_forward_maps(const ForwardParams& params, ForwardMaps* maps) 
   const Map all[] = {
       {{p.q, p.dtype, p.B, p.T, p.N, p.H}, 64, &maps->q},
       // Without keys there is no array to describe, and none is read.
-      {{p.S > 0 ? p.k : p.q, p.dtype, p.B, p.S, p.K, p.H}, part_rows<Config>(), &maps->k},
-      {{p.S > 0 ? p.v : p.q, p.dtype, p.B, p.S, p.K, p.Hv}, part_rows<Config>(), &maps->v},
+      {{p.S > 0 ? p.k : p.q, p.dtype, p.B, p.S, p.K, p.H}, Config::kBlockKV, &maps->k},
+      {{p.S > 0 ? p.v : p.q, p.dtype, p.B, p.S, p.K, p.Hv}, Config::kBlockKV, &maps->v},
       {{params.out, p.dtype, p.B, p.T, p.N, p.Hv}, 64, &maps->out},
   };
   for (const Map& map : all) {
@@ -33,44 +34,27 @@ cudaError_t encode_forward_maps(const ForwardParams& params, ForwardMaps* maps) 
   return cudaSuccess;
 }
 
-// Clusters that the device runs at once. Asked once: a wrong answer on another device costs speed
-// alone.
-template <class Config>
-cudaError_t resident_clusters(int* result) {
+// Multiprocessors, of which each runs one CTA. Asked once: a wrong answer on another device costs
+// speed alone.
+inline cudaError_t count_multiprocessors(int* result) {
   static std::atomic<int> known{0};
   *result = known.load();
   if (*result > 0) return cudaSuccess;
-  int device, num_sms;
+  int device;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(result, cudaDevAttrMultiProcessorCount, device);
   }
-  if (error != cudaSuccess) return error;
-  *result = num_sms;
-  if (Config::kCluster > 1) {
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3(num_sms / Config::kCluster * Config::kCluster);
-    launch.blockDim = dim3(Config::kNumThreads);
-    launch.dynamicSmemBytes = sizeof(typename Config::SharedStorage);
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {Config::kCluster, 1, 1};
-    launch.attrs = &attribute;
-    launch.numAttrs = 1;
-    error = cudaOccupancyMaxActiveClusters(result, forward_kernel<Config>, &launch);
-    if (error != cudaSuccess) return error;
-    if (*result < 1) return cudaErrorInvalidConfiguration;
-  }
-  known.store(*result);
-  return cudaSuccess;
+  if (error == cudaSuccess) known.store(*result);
+  return error;
 }
 
 template <class Config>
 Schedule make_schedule(const AttentionParams& params, const SequenceInputs& inputs, int* drawn) {
-  constexpr int kRows = Config::kCluster * Config::kBlockQ;
   constexpr int64_t kSectionBytes = 32 << 20;  // of keys and values, about half of L2
   Schedule schedule = {};
-  schedule.tiles_per_head = static_cast<int>((params.T + kRows - 1) / kRows);
+  schedule.tiles_per_head = static_cast<int>(device::tiles_per_batch(
+      params.T, inputs.num_sequences, inputs.query_offsets.data != nullptr, Config::kBlockQ));
   schedule.num_heads = static_cast<int>(params.B * params.N);
   schedule.num_tiles = schedule.tiles_per_head * schedule.num_heads;
   schedule.section_heads = 1;
@@ -82,8 +66,8 @@ Schedule make_schedule(const AttentionParams& params, const SequenceInputs& inpu
     const int64_t kv_heads = std::max<int64_t>(kSectionBytes / head_bytes, 1);
     schedule.section_heads =
         static_cast<int>(std::min<int64_t>(kv_heads * params.group_size, schedule.num_heads));
-    schedule.drawn = drawn;
   }
+  if (tiles_differ || Config::kIsGeneral) schedule.drawn = drawn;
   return schedule;
 }
 
@@ -92,33 +76,23 @@ template <class Config>
 cudaError_t run_forward(const ForwardParams& params, const SequenceInputs& inputs, int* drawn,
                         cudaStream_t stream) {
   const AttentionParams& attention = params.attention;
-  const int64_t num_rows = attention.B * attention.N * ((attention.T + 63) / 64);
-  if (num_rows == 0) return cudaSuccess;
-  if (num_rows > INT32_MAX) return cudaErrorInvalidConfiguration;
-  constexpr int kSharedBytes = sizeof(typename Config::SharedStorage);
-  cudaError_t error = cudaFuncSetAttribute(
-      forward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (attention.B * attention.N * attention.T == 0) return cudaSuccess;
+  const int64_t num_tiles = device::tiles_per_batch(attention.T, inputs.num_sequences,
+                                                    inputs.query_offsets.data != nullptr, 64);
+  if (attention.B * attention.N * num_tiles > INT32_MAX) return cudaErrorInvalidConfiguration;
   ForwardMaps maps;
-  int num_clusters;
-  if (error == cudaSuccess) error = encode_forward_maps<Config>(params, &maps);
-  if (error == cudaSuccess) error = resident_clusters<Config>(&num_clusters);
+  int num_multiprocessors;
+  cudaError_t error = encode_forward_maps<Config>(params, &maps);
+  if (error == cudaSuccess) error = count_multiprocessors(&num_multiprocessors);
   if (error != cudaSuccess) return error;
   const Schedule schedule = make_schedule<Config>(attention, inputs, drawn);
   if (schedule.drawn != nullptr) {
     error = cudaMemsetAsync(schedule.drawn, 0, sizeof(int), stream);
     if (error != cudaSuccess) return error;
   }
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(std::min(num_clusters, schedule.num_tiles) * Config::kCluster);
-  launch.blockDim = dim3(Config::kNumThreads);
-  launch.dynamicSmemBytes = kSharedBytes;
-  launch.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {Config::kCluster, 1, 1};
-  launch.attrs = &attribute;
-  launch.numAttrs = 1;
-  return cudaLaunchKernelEx(&launch, forward_kernel<Config>, params, inputs, maps, schedule);
+  return launch_kernel(forward_kernel<Config>, std::min(num_multiprocessors, schedule.num_tiles),
+                       Config::kNumThreads, sizeof(typename Config::SharedStorage), stream, params,
+                       inputs, maps, schedule);
 }
 
 }  // namespace jaxflash::fa3_sm90
