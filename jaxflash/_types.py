@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-Implementation = Literal["fa2", "fa3", "fa1", "cpu", "reference"]
+Implementation = Literal["fa3", "fa2", "fa1", "cpu", "reference"]
 CausalAlignment = Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
 

@@ -121,7 +121,7 @@ class TestNamedImplementation:
         assert ("jaxflash_cpu_forward_v1" in text) == is_called
 
     def test_unknown_name_lists_the_known(self):
-        known = "'fa2', 'fa3', 'fa1', 'cpu', 'reference'"
+        known = "'fa3', 'fa2', 'fa1', 'cpu', 'reference'"
         with pytest.raises(ValueError, match=f"implementation must be one of {known}, it was 'fa9'"):
             jaxflash.attention(*qkv(), implementation="fa9")
 
@@ -158,8 +158,8 @@ class TestWhy:
         monkeypatch.setattr(ffi, "library_problem", lambda: "the library is away")
         assert str(jaxflash.why(*qkv())).splitlines() == [
             "chosen: reference",
-            "  fa2: refuses: the library is away",
             "  fa3: refuses: the library is away",
+            "  fa2: refuses: the library is away",
             "  fa1: refuses: the library is away",
             "  cpu: refuses: the library is away",
             "  reference: can run this call",
@@ -197,7 +197,7 @@ class TestPlatform:
 
 
 def test_names_are_in_order_of_preference():
-    assert _dispatch.implementations() == ("fa2", "fa3", "fa1", "cpu", "reference")
+    assert _dispatch.implementations() == ("fa3", "fa2", "fa1", "cpu", "reference")
 
 
 @pytest.fixture
@@ -233,10 +233,16 @@ def test_sizes_that_gpu_kernels_refuse(hopper, sizes, implementation, reason):
     assert jaxflash.why(*half_precision(**sizes)).reasons[implementation] == reason
 
 
-def test_fa3_is_taken_by_name_alone(hopper, monkeypatch):
-    """See _dispatch."""
+def test_fa3_is_for_hopper(hopper, monkeypatch):
     arrays = half_precision()
-    assert jaxflash.why(*arrays).chosen == "fa2"
-    assert jaxflash.why(*arrays, implementation="fa3").chosen == "fa3"
+    assert jaxflash.why(*arrays).chosen == "fa3"
     monkeypatch.setattr(_device, "compute_capability_of", lambda platform: (10, 0))
-    assert "needs compute capability 9.0" in jaxflash.why(*arrays).reasons["fa3"]
+    explanation = jaxflash.why(*arrays)
+    assert explanation.chosen == "fa2"
+    assert "needs compute capability 9.0" in explanation.reasons["fa3"]
+
+
+@pytest.mark.parametrize(("T", "S", "chosen"), [(16, 256, "fa2"), (16, 255, "fa3"), (17, 4096, "fa3"), (1, 16, "fa2")])
+def test_few_queries_are_split_over_the_keys(hopper, T, S, chosen):
+    assert jaxflash.why(*half_precision(T=T, S=S)).chosen == chosen
+    assert jaxflash.why(*half_precision(T=T, S=S), implementation="fa3").chosen == "fa3"
