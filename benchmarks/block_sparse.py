@@ -2,7 +2,8 @@
 
 Each share keeps that many blocks of 128 x 128, drawn uniformly. `efficiency` is the time of the same kernel with every
 block kept, times the share, over the time measured: 1 = zero blocks cost nothing. `speedup` is against the same call
-without a block mask. Contenders take turns; medians count. Writes benchmarks/results/block-sparse-<date>-<device>.json.
+without a block mask. Contenders take turns, each of programs that fill the device's queue; medians count.
+Writes benchmarks/results/block-sparse-<date>-<device>.json.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import jaxflash
 from benchmarks import environment
 from benchmarks.contenders import Shape
-from benchmarks.device_timing import program, seconds
+from benchmarks.device_timing import program, repeated, seconds
 
 BLOCK = 128
 SHARES = (1.0, 0.25, 0.0625)
@@ -35,21 +36,23 @@ def blocks_of(share: float, length: int) -> jnp.ndarray:
     return jnp.asarray(np.random.default_rng(0).permutation(kept).reshape(1, 1, count, count))
 
 
-def measure(implementation: str, shape: Shape, has_backward: bool, rounds: int, calls: int) -> dict:
+def measure(implementation: str, shape: Shape, has_backward: bool, options: argparse.Namespace) -> dict:
     """Milliseconds a call for each share, and without a block mask."""
 
     def attend(q, k, v, blocks=None):
         mask = None if blocks is None else jaxflash.BlockMask(blocks, BLOCK, BLOCK)
         return jaxflash.attention(q, k, v, block_mask=mask, implementation=implementation)
 
-    run = functools.partial(program, attend, shape, has_backward, calls)
+    run = functools.partial(program, attend, shape, has_backward, options.calls)
     contenders = {"no block mask": run()} | {str(share): run(blocks_of(share, shape.T)) for share in SHARES}
+    shares = {"no block mask": 1.0} | {str(share): share for share in SHARES}
+    turns = {name: repeated(contender, shares[name], options.turn) for name, contender in contenders.items()}
     samples = {name: [] for name in contenders}
     for contender in contenders.values():
         seconds(contender)
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            samples[name].append(1e3 * seconds(contender) / calls)
+    for _ in range(options.rounds):
+        for name, (turn, share) in turns.items():
+            samples[name].append(1e3 * seconds(turn) / (share / shares[name]) / options.calls)
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
@@ -59,13 +62,14 @@ def main():
     parser.add_argument("--length", type=int, default=16_384)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=3, help="calls a round")
+    parser.add_argument("--calls", type=int, default=3, help="calls a program")
+    parser.add_argument("--turn", type=float, default=1.0, help="work of a turn, in programs with every block kept")
     options = parser.parse_args()
 
     rows = []
     for implementation, head_dim, has_backward in itertools.product(options.implementations, (64, 128), (False, True)):
         shape = Shape(B=1, T=options.length, S=options.length, N=options.heads, K=options.heads, H=head_dim)
-        times = measure(implementation, shape, has_backward, options.rounds, options.calls)
+        times = measure(implementation, shape, has_backward, options)
         for share in SHARES[1:]:
             row = {"implementation": implementation, "head_dim": head_dim, "has_backward": has_backward, "share": share}
             row["milliseconds"] = times[str(share)]

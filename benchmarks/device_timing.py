@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 
@@ -12,14 +13,15 @@ import jax.numpy as jnp
 from benchmarks.contenders import Shape
 
 
-def program(attend: Callable, shape: Shape, has_backward: bool, calls: int, *options, dtype=jnp.bfloat16) -> Callable:
-    """A function of no arguments that starts `calls` calls of attend(q, k, v, *options), each on its own queries.
+def lower(
+    attend: Callable, shape: Shape, has_backward: bool, calls: int, *options, dtype=jnp.bfloat16
+) -> jax.stages.Lowered:
+    """A program of `calls` calls of attend(q, k, v, *options), each on its own queries, that takes `inputs`' arrays.
 
     They are one program without command buffers, so that they run one after the other and none is left out.
     """
-    q, k, v, dout = shape.random_inputs(dtype)
-    queries = [jax.random.normal(key, q.shape, q.dtype) for key in jax.random.split(jax.random.key(1), calls)]
 
+    @jax.jit  # traced once for all calls
     def one(q, k, v, dout, options):
         if not has_backward:
             return attend(q, k, v, *options)
@@ -30,7 +32,36 @@ def program(attend: Callable, shape: Shape, has_backward: bool, calls: int, *opt
     def every(queries, k, v, dout, options):
         return [one(q, k, v, dout, options) for q in queries]
 
-    return lambda: every(queries, k, v, dout, options)
+    return every.lower(*jax.eval_shape(lambda: inputs(shape, calls, dtype)), options)
+
+
+def inputs(shape: Shape, calls: int, dtype=jnp.bfloat16) -> tuple:
+    """Queries for each call, and k, v and dout for all; standard normal."""
+    q, k, v, dout = shape.random_inputs(dtype)
+    queries = [jax.random.normal(key, q.shape, q.dtype) for key in jax.random.split(jax.random.key(1), calls)]
+    return queries, k, v, dout
+
+
+def program(attend: Callable, shape: Shape, has_backward: bool, calls: int, *options, dtype=jnp.bfloat16) -> Callable:
+    """A function of no arguments that starts the program of `lower` on `inputs`."""
+    compiled = lower(attend, shape, has_backward, calls, *options, dtype=dtype).compile()
+    arrays = inputs(shape, calls, dtype)
+    return lambda: compiled(*arrays, options)
+
+
+def repeated(run: Callable[[], object], work: float, turn_work: float) -> tuple[Callable[[], object], float]:
+    """A turn: `run`, of so much work, until it has done turn_work, none waited for; and the work of the turn.
+
+    It returns the last result. A turn far longer than the start of a program hides all starts but the first.
+    """
+    count = max(1, math.ceil(turn_work / work))
+
+    def runs():
+        for _ in range(count - 1):
+            run()
+        return run()
+
+    return runs, count * work
 
 
 def seconds(run: Callable[[], object], wait: Callable[[object], object] = jax.block_until_ready) -> float:

@@ -1,8 +1,8 @@
 """jaxflash's GPU kernels beside PyTorch's FlashAttention-2, in one process: `python -m benchmarks.torch_peer`.
 
-Every cell of 16,384 tokens a batch and hidden size 2048. Contenders take turns; each round times a run of calls on
-different queries that fill the device's queue: for JAX one program without command buffers, so that the calls run one
-after the other, for PyTorch a loop. Launches are hidden, and the median over rounds counts. Inputs are standard normal.
+Every cell of 16,384 tokens a batch and hidden size 2048. Contenders take turns. A turn is calls on different queries
+that fill the device's queue: for JAX programs of several calls without command buffers, so that the calls run one after
+the other, for PyTorch a loop. Launches are hidden, and the median over rounds counts. Inputs are standard normal.
 Writes benchmarks/results/torch-peer-<date>-<device>.json. Needs PyTorch with CUDA; run with
 XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both frameworks find memory.
 """
@@ -23,7 +23,7 @@ import torch
 import jaxflash
 from benchmarks import environment
 from benchmarks.contenders import Shape
-from benchmarks.device_timing import program, seconds
+from benchmarks.device_timing import program, repeated, seconds
 
 TOKENS, HIDDEN = 16_384, 2048
 PASSES = {False: "forward", True: "forward+backward"}
@@ -55,29 +55,29 @@ def wait(results) -> None:
         jax.block_until_ready(results)
 
 
-def measure(
-    implementations, has_cudnn: bool, shape: Shape, is_causal: bool, has_backward: bool, rounds: int, calls: int
-) -> dict:
+def measure(shape: Shape, is_causal: bool, has_backward: bool, options: argparse.Namespace) -> dict:
     """Median TFLOP/s of each contender in one cell."""
+    calls = options.calls
     contenders = {
         f"jaxflash-{name}": program(
             functools.partial(jaxflash.attention, implementation=name, is_causal=is_causal), shape, has_backward, calls
         )
-        for name in implementations
+        for name in options.implementations
         if shape.H <= 128 or name == "fa2"
     }
     contenders["torch-fa2"] = theirs(shape, is_causal, has_backward, calls)
-    if has_cudnn and shape.H <= 128:  # beyond, its backward and, for some lengths, its forward refuse
+    if not options.no_cudnn and shape.H <= 128:  # beyond, its backward and, for some lengths, its forward refuse
         cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=is_causal)
         contenders["jax-cudnn"] = program(cudnn, shape, has_backward, calls)
-    samples = {name: [] for name in contenders}
+    flops = calls * shape.flops(is_causal=is_causal, has_backward=has_backward)
+    turns = {name: repeated(run, flops, options.turn) for name, run in contenders.items()}
+    speeds = {name: [] for name in contenders}
     for run in contenders.values():
         seconds(run, wait)
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            samples[name].append(seconds(run, wait) / calls)
-    flops = shape.flops(is_causal=is_causal, has_backward=has_backward)
-    return {name: flops / statistics.median(times) / 1e12 for name, times in samples.items()}
+    for _ in range(options.rounds):
+        for name, (run, turn_flops) in turns.items():
+            speeds[name].append(turn_flops / seconds(run, wait) / 1e12)
+    return {name: statistics.median(samples) for name, samples in speeds.items()}
 
 
 def main():
@@ -87,7 +87,8 @@ def main():
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 16_384])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=10, help="calls a round")
+    parser.add_argument("--calls", type=int, default=4, help="calls a program")
+    parser.add_argument("--turn", type=float, default=5e12, help="FLOPs of a turn at least (default: about 15 ms)")
     options = parser.parse_args()
 
     rows = []
@@ -104,8 +105,7 @@ def measure_cells(options) -> Iterator[dict]:
     ):
         heads = HIDDEN // head_dim
         shape = Shape(B=TOKENS // length, T=length, S=length, N=heads, K=heads, H=head_dim)
-        names = options.implementations
-        speeds = measure(names, not options.no_cudnn, shape, is_causal, has_backward, options.rounds, options.calls)
+        speeds = measure(shape, is_causal, has_backward, options)
         shown = "  ".join(f"{name} {speed:6.1f}" for name, speed in speeds.items())
         mask = "causal" if is_causal else "full"
         print(f"{PASSES[has_backward]:17}d={head_dim:<4}T={length:<6}{mask:7}{shown}", flush=True)

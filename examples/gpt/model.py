@@ -40,6 +40,9 @@ SIZES = {
     "small": ModelConfig(features=128, num_layers=4, num_heads=4, num_kv_heads=2, dropout_rate=0.05),
     "medium": ModelConfig(features=512, num_layers=8, num_heads=8, num_kv_heads=4, dropout_rate=0.1),
     "large": ModelConfig(features=1024, num_layers=16, num_heads=16, num_kv_heads=4, dropout_rate=0.1),
+    # The trunks of GPT-2's smallest and of a common 1.3 billion, without dropout: what benchmarks/gpt_step.py times.
+    "124M": ModelConfig(features=768, num_layers=12, num_heads=12, num_kv_heads=12, dropout_rate=0.0),
+    "1.3B": ModelConfig(features=2048, num_layers=24, num_heads=16, num_kv_heads=16, dropout_rate=0.0),
 }
 
 

@@ -84,6 +84,9 @@ class Trainer:
       config: The run.
       corpus: Where its batches come from.
       mesh: One axis, "data", over which the batch is split; parameters are on every device.
+
+    Attributes:
+      step: (state, tokens [B, T + 1]) -> (state, loss), compiled; takes the state's memory.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, mesh: Mesh):
@@ -95,7 +98,7 @@ class Trainer:
         model = GPT(SIZES[config.size], jnp.dtype(config.dtype), config.implementation, rngs)
         self._graph, self._params, self._rest = nnx.split(model, nnx.Param, ...)
         self._optimizer = make_optimizer(config)
-        self._step = jax.jit(self._train_step, donate_argnums=0)
+        self.step = jax.jit(self._train_step, donate_argnums=0)
         self._loss = jax.jit(self._validation_loss)
         self._validation = [
             self._place(batch)
@@ -123,7 +126,7 @@ class Trainer:
         with tqdm(total=config.steps, initial=start, desc="training", unit="step", disable=None) as bar:
             for step in range(start, config.steps):
                 batch = self.corpus.train_batch(config.seed, step, config.batch_size, config.seq_len)
-                state, loss = self._step(state, self._place(batch))
+                state, loss = self.step(state, self._place(batch))
                 pending.append(loss)
                 bar.update()
                 interval_steps += 1
