@@ -15,7 +15,8 @@
 namespace jaxflash::fa3_sm90 {
 
 template <class Config>
-class Consumer : ConsumerTile<Config> {
+class Consumer : protected ConsumerTile<Config> {
+ protected:
   using Base = ConsumerTile<Config>;
   using Base::clear_padding, Base::give_back_previous, Base::group_sync, Base::kv_begin,
       Base::lane_row, Base::query_begin, Base::store_output;
