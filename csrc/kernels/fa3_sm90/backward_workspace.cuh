@@ -131,7 +131,7 @@ __device__ __forceinline__ int first_query_slot(const SequenceInputs& inputs,
 }
 
 // Which sums of dQ the four floats `index` of a tile are. With kIsTransposedDQ thread t of consumer
-// c holds, of fragment columns 8 j.., features d, d, d + 8, d + 8 of queries q, q + 1, q, q + 1;
+// c holds, of fragment columns 8 j.., features d, d, d + 8, d + 8 of queries q, q + 1, q, q + 1,
 // else thread t of the consumer that has the features holds d, d + 1, d, d + 1 of q, q, q + 8, q
 // + 8.
 template <class Config>
