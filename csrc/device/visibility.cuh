@@ -140,6 +140,15 @@ __device__ __forceinline__ bool is_inside_window(const Window& see, const Box& b
          box.column_begin >= row_end - 1 + see.window_low;
 }
 
+// Whether any row of the box meets any of its keys inside lengths and window.
+__device__ __forceinline__ bool meets_window(const Window& see, const Box& box) {
+  const int row_end = min(box.row_end, see.query_len);
+  const int column_end = min(box.column_end, see.kv_len);
+  return box.row_begin < row_end && box.column_begin < column_end &&
+         column_end - 1 >= box.row_begin + see.window_low &&
+         box.column_begin <= row_end - 1 + see.window_high;
+}
+
 // Smallest and largest id of [begin, end); all 32 lanes call it and get the same.
 struct IdRange {
   int32_t low, high;
@@ -151,6 +160,39 @@ __device__ __forceinline__ IdRange id_range(const int32_t* ids, int begin, int e
     high = max(high, ids[i]);
   }
   return {__reduce_min_sync(0xFFFFFFFF, low), __reduce_max_sync(0xFFFFFFFF, high)};
+}
+
+// The same by one thread, each with its own range.
+__device__ __forceinline__ IdRange lane_id_range(const int32_t* ids, int begin, int end) {
+  IdRange range = {INT32_MAX, INT32_MIN};
+  const auto take = [&](int32_t id) {
+    range.low = min(range.low, id);
+    range.high = max(range.high, id);
+  };
+  int i = begin;
+  if (reinterpret_cast<uintptr_t>(ids + begin) % sizeof(int4) == 0) {
+#pragma unroll 4
+    for (; i + 4 <= end; i += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(ids + i);
+      take(four.x);
+      take(four.y);
+      take(four.z);
+      take(four.w);
+    }
+  }
+#pragma unroll 4
+  for (; i < end; ++i) take(ids[i]);
+  return range;
+}
+
+// What segment ids leave of a box, from those of its queries and of its keys inside the lengths.
+__device__ __forceinline__ Tile classify_segments(const IdRange& queries, const IdRange& keys) {
+  if (queries.high < 0 || keys.high < 0 || queries.high < keys.low || keys.high < queries.low) {
+    return Tile::kHidden;
+  }
+  const bool is_one =
+      queries.low == queries.high && keys.low == keys.high && queries.low == keys.low;
+  return is_one ? Tile::kFull : Tile::kPartial;
 }
 
 __device__ __forceinline__ bool block_is_kept(const Visibility& see, int block_row,
@@ -180,23 +222,19 @@ __device__ __forceinline__ Tile classify_blocks(const Visibility& see, const Box
 // Whether anything in the box is visible and whether everything is, where the block mask says
 // `blocks` of it. All 32 lanes call it; the answer depends on the box alone, so every warp of a CTA
 // may decide for itself.
-__device__ __forceinline__ Tile classify(const Visibility& see, Box box, Tile blocks,
+__device__ __forceinline__ Tile classify(const Visibility& see, const Box& box, Tile blocks,
                                          int lane_idx) {
-  const bool is_inside = is_inside_window<false>(see, box);
-  box.row_end = min(box.row_end, see.query_len);
-  box.column_end = min(box.column_end, see.kv_len);
-  if (blocks == Tile::kHidden) return Tile::kHidden;
-  if (box.row_begin >= box.row_end || box.column_begin >= box.column_end) return Tile::kHidden;
-  if (box.column_end - 1 < box.row_begin + see.window_low) return Tile::kHidden;
-  if (box.column_begin > box.row_end - 1 + see.window_high) return Tile::kHidden;
-  bool is_full =
-      is_inside && blocks == Tile::kFull && see.bias.data == nullptr && see.mask.data == nullptr;
+  if (blocks == Tile::kHidden || !meets_window(see, box)) return Tile::kHidden;
+  bool is_full = is_inside_window<false>(see, box) && blocks == Tile::kFull &&
+                 see.bias.data == nullptr && see.mask.data == nullptr;
   if (see.query_ids != nullptr) {
-    const IdRange query = id_range(see.query_ids, box.row_begin, box.row_end, lane_idx);
-    const IdRange kv = id_range(see.kv_ids, box.column_begin, box.column_end, lane_idx);
-    if (query.high < 0 || kv.high < 0 || query.high < kv.low || kv.high < query.low)
-      return Tile::kHidden;
-    is_full &= query.low == query.high && kv.low == kv.high && query.low == kv.low;
+    const int row_end = min(box.row_end, see.query_len);
+    const int column_end = min(box.column_end, see.kv_len);
+    const Tile segments =
+        classify_segments(id_range(see.query_ids, box.row_begin, row_end, lane_idx),
+                          id_range(see.kv_ids, box.column_begin, column_end, lane_idx));
+    if (segments == Tile::kHidden) return Tile::kHidden;
+    is_full &= segments == Tile::kFull;
   }
   return is_full ? Tile::kFull : Tile::kPartial;
 }

@@ -15,38 +15,23 @@ using device::Box;
 using device::Tile;
 using device::Visibility;
 
-// Smallest and largest id of [begin, end), by one thread.
-__device__ __forceinline__ device::IdRange lane_id_range(const int32_t* ids, int begin, int end) {
-  device::IdRange range = {INT32_MAX, INT32_MIN};
-  for (int i = begin; i < end; ++i) {
-    range.low = min(range.low, ids[i]);
-    range.high = max(range.high, ids[i]);
-  }
-  return range;
-}
-
 // Whether anything in the box is visible and whether everything is; each thread has its own box.
 // kv_ids: range of the ids of the box's columns.
 template <bool kIsGeneral>
-__device__ __forceinline__ Tile classify(const Visibility& see, Box box,
+__device__ __forceinline__ Tile classify(const Visibility& see, const Box& box,
                                          const device::IdRange& kv_ids) {
-  const bool is_inside = device::is_inside_window<false>(see, box);
-  box.row_end = min(box.row_end, see.query_len);
-  box.column_end = min(box.column_end, see.kv_len);
-  if (box.row_begin >= box.row_end || box.column_begin >= box.column_end) return Tile::kHidden;
-  if (box.column_end - 1 < box.row_begin + see.window_low) return Tile::kHidden;
-  if (box.column_begin > box.row_end - 1 + see.window_high) return Tile::kHidden;
+  if (!device::meets_window(see, box)) return Tile::kHidden;
   const Tile blocks = device::classify_blocks(see, box);
   if (blocks == Tile::kHidden) return Tile::kHidden;
-  bool is_full = is_inside && blocks == Tile::kFull;
+  bool is_full = device::is_inside_window<false>(see, box) && blocks == Tile::kFull;
   if constexpr (kIsGeneral) {
     is_full &= see.mask.data == nullptr;
     if (see.query_ids != nullptr) {
-      const device::IdRange ids = lane_id_range(see.query_ids, box.row_begin, box.row_end);
-      if (ids.high < 0 || kv_ids.high < 0 || ids.high < kv_ids.low || kv_ids.high < ids.low) {
-        return Tile::kHidden;
-      }
-      is_full &= ids.low == ids.high && kv_ids.low == kv_ids.high && ids.low == kv_ids.low;
+      const int row_end = min(box.row_end, see.query_len);
+      const Tile segments = device::classify_segments(
+          device::lane_id_range(see.query_ids, box.row_begin, row_end), kv_ids);
+      if (segments == Tile::kHidden) return Tile::kHidden;
+      is_full &= segments == Tile::kFull;
     }
   }
   return is_full ? Tile::kFull : Tile::kPartial;

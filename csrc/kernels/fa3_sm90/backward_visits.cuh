@@ -33,17 +33,11 @@ __device__ __forceinline__ device::Tile classify_box(const device::Visibility& s
                                                      const device::Box& box,
                                                      const device::IdRange& query_ids,
                                                      const device::IdRange& kv_ids) {
-  bool is_one_segment = true;
-  if (see.query_ids != nullptr) {
-    if (query_ids.high < 0 || kv_ids.high < 0 || query_ids.high < kv_ids.low ||
-        kv_ids.high < query_ids.low) {
-      return device::Tile::kHidden;
-    }
-    is_one_segment =
-        query_ids.low == query_ids.high && kv_ids.low == kv_ids.high && query_ids.low == kv_ids.low;
-  }
+  device::Tile segments = device::Tile::kFull;
+  if (see.query_ids != nullptr) segments = device::classify_segments(query_ids, kv_ids);
+  if (segments == device::Tile::kHidden) return segments;
   const device::Tile blocks = device::classify_blocks(see, box);
-  return blocks == device::Tile::kFull && !is_one_segment ? device::Tile::kPartial : blocks;
+  return blocks == device::Tile::kFull ? segments : blocks;
 }
 
 // A KeyBlock with everything that can hide a pair. `see` of the base is its window.

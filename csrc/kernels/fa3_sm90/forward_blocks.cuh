@@ -167,7 +167,7 @@ class BlockWriter {
       for (int c = 0; c < kNumConsumers; ++c) {
         const int row = tile.row_begin + 64 * c;
         const device::Box box = {row, row + 64, key, key + kBlockKV};
-        if (!meets_window(see, box)) visible &= ~(1u << c);
+        if (!device::meets_window(see, box)) visible &= ~(1u << c);
         if (!device::is_inside_window<true>(see, box)) full &= ~(1u << c);
       }
     }
@@ -180,24 +180,13 @@ class BlockWriter {
       has_padding = keys.low < 0;
 #pragma unroll
       for (int c = 0; c < kNumConsumers; ++c) {
-        const device::IdRange ids = tile.query_ids[c];
-        const bool is_hidden =
-            ids.high < 0 || keys.high < 0 || ids.high < keys.low || keys.high < ids.low;
-        const bool is_one = ids.low == ids.high && keys.low == keys.high && ids.low == keys.low;
-        if (is_hidden) visible &= ~(1u << c);
-        if (is_hidden || !is_one) full &= ~(1u << c);
+        const device::Tile segments = device::classify_segments(tile.query_ids[c], keys);
+        if (segments == device::Tile::kHidden) visible &= ~(1u << c);
+        if (segments != device::Tile::kFull) full &= ~(1u << c);
       }
     }
     // Rows that take no part need no mask.
     return {visible != 0, has_padding, full | ~rows.consumers};
-  }
-
-  __device__ __forceinline__ static bool meets_window(const device::Visibility& see,
-                                                      const device::Box& box) {
-    const int row_end = min(box.row_end, see.query_len);
-    const int column_end = min(box.column_end, see.kv_len);
-    return box.column_begin < column_end && column_end - 1 >= box.row_begin + see.window_low &&
-           box.column_begin <= row_end - 1 + see.window_high;
   }
 
   // Takes away what the block mask hides; reads every entry of it once.
@@ -231,7 +220,8 @@ class BlockWriter {
   __device__ __forceinline__ device::IdRange key_ids(const device::Visibility& see,
                                                      int block) const {
     if (block < Config::kNumKnownIds) return shared_.key_ids[block];
-    return lane_id_range(see.kv_ids, block * kBlockKV, min((block + 1) * kBlockKV, see.kv_len));
+    return device::lane_id_range(see.kv_ids, block * kBlockKV,
+                                 min((block + 1) * kBlockKV, see.kv_len));
   }
 
   // The segments of the first blocks of a batch entry, for all its tiles.
@@ -241,34 +231,10 @@ class BlockWriter {
     const int blocks = min((see.kv_len + kBlockKV - 1) / kBlockKV, Config::kNumKnownIds);
 #pragma unroll 1
     for (int block = lane_idx_; block < blocks; block += 32) {
-      shared_.key_ids[block] =
-          lane_id_range(see.kv_ids, block * kBlockKV, min((block + 1) * kBlockKV, see.kv_len));
+      shared_.key_ids[block] = device::lane_id_range(see.kv_ids, block * kBlockKV,
+                                                     min((block + 1) * kBlockKV, see.kv_len));
     }
     __syncwarp();
-  }
-
-  // Smallest and largest id of [begin, end), by this lane alone.
-  __device__ __forceinline__ static device::IdRange lane_id_range(const int32_t* ids, int begin,
-                                                                  int end) {
-    device::IdRange range = {INT32_MAX, INT32_MIN};
-    const auto take = [&](int32_t id) {
-      range.low = min(range.low, id);
-      range.high = max(range.high, id);
-    };
-    int i = begin;
-    if (reinterpret_cast<uintptr_t>(ids + begin) % sizeof(int4) == 0) {
-#pragma unroll 4
-      for (; i + 4 <= end; i += 4) {
-        const int4 four = *reinterpret_cast<const int4*>(ids + i);
-        take(four.x);
-        take(four.y);
-        take(four.z);
-        take(four.w);
-      }
-    }
-#pragma unroll 4
-    for (; i < end; ++i) take(ids[i]);
-    return range;
   }
 
   __device__ __forceinline__ void post(int first_block, uint32_t visible, uint32_t padding,
