@@ -1,3 +1,4 @@
+#include "kernels/fa3_sm90/instances.h"
 #include "kernels/fa3_sm90/run.cuh"
 #include "launch/fa3.h"
 
@@ -25,36 +26,6 @@ JF_DECLARE_HEAD_DIMS(256, 256)
 
 namespace jaxflash::launch {
 namespace {
-
-using fa3_sm90::Features;
-
-struct Call {
-  const ForwardParams& params;
-  const SequenceInputs& inputs;
-  int* drawn;
-  cudaStream_t stream;
-};
-
-template <class Element, int kHeadDim, int kHeadDimV>
-cudaError_t run_features(const Call& call) {
-  using fa3_sm90::ForwardConfig, fa3_sm90::run_forward;
-  return fa3_sm90::features_needed(call.params.attention, call.inputs) == Features::kPlain
-             ? run_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, Features::kPlain>>(
-                   call.params, call.inputs, call.drawn, call.stream)
-             : run_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, Features::kGeneral>>(
-                   call.params, call.inputs, call.drawn, call.stream);
-}
-
-template <class Element>
-cudaError_t run_head_dims(const Call& call) {
-  const int64_t H = call.params.attention.H, Hv = call.params.attention.Hv;
-  const int64_t larger = H > Hv ? H : Hv;
-  if (larger <= 64) return run_features<Element, 64, 64>(call);
-  if (larger <= 128) return run_features<Element, 128, 128>(call);
-  if (larger <= 192 && Hv <= 128) return run_features<Element, 192, 128>(call);
-  if (larger <= 192) return run_features<Element, 192, 192>(call);
-  return run_features<Element, 256, 256>(call);
-}
 
 // Compute capability of the current device, major * 10 + minor; 0 where it cannot be asked.
 int compute_capability() {
@@ -87,9 +58,12 @@ int64_t fa3_forward_workspace_floats(const WorkspaceSizes& /*sizes*/) { return 1
 
 cudaError_t fa3_forward(const ForwardParams& params, const SequenceInputs& inputs, float* workspace,
                         cudaStream_t stream) {
-  const Call call = {params, inputs, reinterpret_cast<int*>(workspace), stream};
-  return params.attention.dtype == DataType::kBFloat16 ? run_head_dims<__nv_bfloat16>(call)
-                                                       : run_head_dims<__half>(call);
+  return fa3_sm90::with_instance(params.attention, inputs, [&](auto instance) {
+    using Instance = decltype(instance);
+    using Config = fa3_sm90::ForwardConfig<typename Instance::Element, Instance::kHeadDim,
+                                           Instance::kHeadDimV, Instance::kFeatures>;
+    return fa3_sm90::run_forward<Config>(params, inputs, reinterpret_cast<int*>(workspace), stream);
+  });
 }
 
 }  // namespace jaxflash::launch

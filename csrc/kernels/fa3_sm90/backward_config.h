@@ -9,6 +9,7 @@
 
 #include "kernels/fa3_sm90/backward_visits.cuh"
 #include "kernels/fa3_sm90/features.h"
+#include "kernels/fa3_sm90/ring.cuh"
 #include "mma/wgmma_tile.cuh"
 
 namespace jaxflash::fa3_sm90 {

@@ -130,7 +130,7 @@ class Consumer : public StepConsumer<Config, Consumer<Config>> {
     ptx::wgmma_pin(dk_);
     ptx::wgmma_pin(ds_left);
     release(&shared_.q_empty[stage]);
-    ring_.next();
+    ring_.advance();
   }
 
   // Hands dQ over to the writer, and in a general instance the step's name.

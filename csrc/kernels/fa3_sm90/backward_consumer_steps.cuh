@@ -23,7 +23,7 @@ __device__ __forceinline__ void clear_rows(const IsHidden& is_hidden, Tile& tile
   }
 }
 
-// Derived has step<StepKind>(head, tile), which goes from q_full to ring_.next(), then
+// Derived has step<StepKind>(head, tile), which goes from q_full to ring_.advance(), then
 // clear_keys(is_hidden), which zeroes those keys of the block, and dout_ring(), the place of dout.
 template <class Config, class Derived>
 class StepConsumer {

@@ -61,7 +61,7 @@ struct StepLoader {
     load_tile(&maps.dout, block.batch, head, row, full, shared.dout[stage]);
   }
 
-  __device__ __forceinline__ void next() { ring.next(); }
+  __device__ __forceinline__ void next() { ring.advance(); }
 };
 
 // Loads every tile that the window lets meet the keys. One thread.

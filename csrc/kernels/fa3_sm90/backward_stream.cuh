@@ -74,18 +74,4 @@ struct KeyBlock {
   }
 };
 
-// Position in the ring of kStages stages that q and dout go through.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 }  // namespace jaxflash::fa3_sm90

@@ -76,8 +76,8 @@ struct WideStepLoader {
   }
 
   __device__ __forceinline__ void next() {
-    ring.next();
-    dout_ring.next();
+    ring.advance();
+    dout_ring.advance();
   }
 };
 

@@ -23,7 +23,7 @@ enum class Role {
   kKeys,    // consumer 1: dP, dS, dK
 };
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, int kStagesDout_, Features kFeatures>
+template <class Element_, int kHeadDim_, int kHeadDimV_, Features kFeatures>
 struct BackwardWideConfig {
   using Element = Element_;
   static constexpr bool kIsGeneral = kFeatures == Features::kGeneral;
@@ -36,7 +36,7 @@ struct BackwardWideConfig {
   static constexpr int kBlockKV = kCluster * kKeys;
   static constexpr int kBoxRowsQ = kBlockQ / kCluster;
   static constexpr int kStages = 2;  // of q
-  static constexpr int kStagesDout = kStagesDout_;
+  static constexpr int kStagesDout = kHeadDim == 256 ? 1 : 2;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kProducerRegisters = 24;
@@ -122,10 +122,17 @@ struct FeaturesDQ {
 constexpr int kBarrierProbability = 2, kBarrierRead = 3, kBarrierStored = 4;
 
 template <class Element, Features kFeatures>
-using BackwardConfig192 = BackwardWideConfig<Element, 192, 192, 2, kFeatures>;
+using BackwardConfig192 = BackwardWideConfig<Element, 192, 192, kFeatures>;
 template <class Element, Features kFeatures>
-using BackwardConfig192x128 = BackwardWideConfig<Element, 192, 128, 2, kFeatures>;
+using BackwardConfig192x128 = BackwardWideConfig<Element, 192, 128, kFeatures>;
 template <class Element, Features kFeatures>
-using BackwardConfig256 = BackwardWideConfig<Element, 256, 256, 1, kFeatures>;
+using BackwardConfig256 = BackwardWideConfig<Element, 256, 256, kFeatures>;
+
+// The configuration for padded head dims (instances.h).
+template <class Element, class Dims, Features kFeatures>
+using BackwardConfigFor = std::conditional_t<
+    Dims::kHeadDim == 64, BackwardConfig64<Element, kFeatures>,
+    std::conditional_t<Dims::kHeadDim == 128, BackwardConfig128<Element, kFeatures>,
+                       BackwardWideConfig<Element, Dims::kHeadDim, Dims::kHeadDimV, kFeatures>>>;
 
 }  // namespace jaxflash::fa3_sm90

@@ -106,8 +106,8 @@ class WideConsumer : public StepConsumer<Config, WideConsumer<Config, kRole, kIs
     } else {
       step_of_keys<kKind>(head, tile);
     }
-    ring_.next();
-    dout_ring_.next();
+    ring_.advance();
+    dout_ring_.advance();
   }
 
   // Lines 10, 11 and 12 of Algorithm 2, and line 15 of the step before.

@@ -9,6 +9,7 @@
 #include "device/visibility.cuh"
 #include "kernels/fa3_sm90/features.h"
 #include "kernels/fa3_sm90/forward_blocks.cuh"
+#include "kernels/fa3_sm90/ring.cuh"
 #include "mma/wgmma_tile.cuh"
 
 namespace jaxflash::fa3_sm90 {
@@ -19,20 +20,6 @@ struct WorkTile {
   int head, batch, kv_head;
   int block_begin, block_end;  // blocks of kBlockKV keys that any of the rows sees, may be empty
   device::Window see;
-};
-
-// Position in a ring of kStages buffers, and the parity of its phase.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
 };
 
 // Padded head dims: of queries and keys, at least H, and of values and output, at least Hv.
