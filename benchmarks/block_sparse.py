@@ -21,7 +21,7 @@ import numpy as np
 import jaxflash
 from benchmarks import environment
 from benchmarks.contenders import Shape
-from benchmarks.device_timing import program, repeated, seconds
+from benchmarks.device_timing import program, repeated, seconds, seconds_of_turns
 
 BLOCK = 128
 SHARES = (1.0, 0.25, 0.0625)
@@ -47,13 +47,10 @@ def measure(implementation: str, shape: Shape, has_backward: bool, options: argp
     contenders = {"no block mask": run()} | {str(share): run(blocks_of(share, shape.T)) for share in SHARES}
     shares = {"no block mask": 1.0} | {str(share): share for share in SHARES}
     turns = {name: repeated(contender, shares[name], options.turn) for name, contender in contenders.items()}
-    samples = {name: [] for name in contenders}
     for contender in contenders.values():
         seconds(contender)
-    for _ in range(options.rounds):
-        for name, (turn, share) in turns.items():
-            samples[name].append(1e3 * seconds(turn) / (share / shares[name]) / options.calls)
-    return {name: statistics.median(times) for name, times in samples.items()}
+    times = seconds_of_turns(turns, options.rounds)
+    return {name: 1e3 * shares[name] * statistics.median(samples) / options.calls for name, samples in times.items()}
 
 
 def main():

@@ -24,6 +24,7 @@ import torch
 
 import jaxflash
 from benchmarks import environment
+from benchmarks.device_timing import first_line
 
 HEAD_DIM = 128
 HEADS = ((32, 8), (32, 32))  # query heads, KV heads
@@ -121,7 +122,7 @@ def measure(T: int, S: int, B: int, N: int, K: int, rounds: int) -> dict[str, fl
             run = make()
             jax.block_until_ready(run())
         except Exception as error:  # recorded in place of a time
-            results[name] = str(error).splitlines()[0][:200]
+            results[name] = first_line(error)
         else:
             runs[name] = run
     for name, seconds in seconds_a_run(runs, rounds, repeats).items():

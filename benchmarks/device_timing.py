@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.contenders import Shape
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def lower(
@@ -69,3 +75,38 @@ def seconds(run: Callable[[], object], wait: Callable[[object], object] = jax.bl
     start = time.perf_counter()
     wait(run())
     return time.perf_counter() - start
+
+
+def seconds_of_turns(
+    turns: Mapping[str, tuple[Callable[[], object], float]],
+    rounds: int,
+    wait: Callable[[object], object] = jax.block_until_ready,
+    order: random.Random | None = None,
+) -> dict[str, list[float]]:
+    """Seconds a unit of work of each turn (`repeated`), one a round; `order` shuffles each round anew."""
+    samples: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name in turns if order is None else order.sample(list(turns), len(turns)):
+            run, work = turns[name]
+            samples[name].append(seconds(run, wait) / work)
+    return samples
+
+
+def compile_all(lowered: Mapping[Name, jax.stages.Lowered]) -> tuple[dict[Name, jax.stages.Compiled], dict[Name, str]]:
+    """Compiles on all cores, so nothing may be measured meanwhile: the programs, and why others do not compile."""
+
+    def compile_one(name):
+        try:
+            return lowered[name].compile()
+        except Exception as error:
+            return first_line(error)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = dict(zip(lowered, pool.map(compile_one, lowered), strict=True))
+    programs = {name: x for name, x in results.items() if not isinstance(x, str)}
+    return programs, {name: x for name, x in results.items() if isinstance(x, str)}
+
+
+def first_line(error: Exception) -> str:
+    """What a table shows of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

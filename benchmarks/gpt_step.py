@@ -13,10 +13,8 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +23,7 @@ from jax.sharding import AxisType
 
 import jaxflash.flax.nnx
 from benchmarks import environment
+from benchmarks.device_timing import compile_all, first_line
 from examples.gpt import data
 from examples.gpt.model import SIZES
 from examples.gpt.train import TrainConfig, Trainer
@@ -75,20 +74,8 @@ def compile_steps(implementations, size: str, length: int, batch: int, corpus, t
         except Exception as error:
             refusals[name] = first_line(error)
 
-    def compile_one(name):
-        try:
-            return name, lowered[name].compile()
-        except Exception as error:
-            refusals[name] = first_line(error)
-            return name, None
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = dict(pool.map(compile_one, lowered))
-    return {name: step for name, step in compiled.items() if step is not None}, refusals
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    compiled, errors = compile_all(lowered)
+    return compiled, refusals | errors
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:

@@ -25,11 +25,9 @@ import importlib
 import importlib.metadata
 import itertools
 import json
-import os
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -39,7 +37,7 @@ import numpy as np
 import jaxflash
 from benchmarks import device_timing, environment
 from benchmarks.contenders import Shape
-from benchmarks.device_timing import repeated, seconds
+from benchmarks.device_timing import compile_all, first_line, repeated, seconds
 
 WINDOW = 1024
 SCENARIOS = ("dense", "gqa", "packed", "window")
@@ -227,21 +225,11 @@ def prepare(group: list[Cell], peers: dict[str, Callable], options: argparse.Nam
                 refusals[name] = first_line(error)
         prepared.append(Prepared(cell, lowered, refusals))
 
-    def compile_one(place: tuple[Prepared, str]) -> None:
-        one, name = place
-        try:
-            one.programs[name] = one.programs[name].compile()
-        except Exception as error:
-            del one.programs[name]
-            one.refusals[name] = first_line(error)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, [(one, name) for one in prepared for name in list(one.programs)]))
+    programs, errors = compile_all({(i, name): x for i, one in enumerate(prepared) for name, x in one.programs.items()})
+    for i, one in enumerate(prepared):
+        one.programs = {name: programs[i, name] for name in one.programs if (i, name) in programs}
+        one.refusals |= {name: error for (place, name), error in errors.items() if place == i}
     return prepared
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def matmul(size: int, dtype: str, turn_flops: float, calls: int = 4) -> tuple[Callable[[], object], float]:
@@ -270,12 +258,8 @@ def measure(one: Prepared, product: tuple[Callable[[], object], float], options:
             one.refusals[name] = first_line(error)
         else:
             turns[name] = repeated(run, one.cell.flops * options.calls, options.turn)
-    samples: dict[str, list[float]] = {name: [] for name in turns}
-    order = random.Random(0)
-    for _ in range(options.rounds):
-        for name in order.sample(list(turns), len(turns)):
-            run, flops = turns[name]
-            samples[name].append(flops / seconds(run) / 1e12)
+    times = device_timing.seconds_of_turns(turns, options.rounds, order=random.Random(0))
+    samples = {name: [1e-12 / x for x in found] for name, found in times.items()}
     expected = next(iter(outputs.values()), None)
     return one.cell.describe() | {
         "tflops": {name: float(f"{statistics.median(x):.5g}") for name, x in samples.items()},
@@ -373,8 +357,9 @@ def main(arguments: list[str] | None = None) -> None:
             row = measure(one, products[one.cell.dtype], options)
             print(line(one.cell, row), flush=True)
             rows.append(row)
-            record = {"environment": facts, "unit": "TFLOP/s, medians", "options": vars(options), "rows": rows}
-            path.write_text(json.dumps(record, indent=1, default=str) + "\n")
+            asked = {name: value for name, value in vars(options).items() if name != "output"}
+            record = {"environment": facts, "unit": "TFLOP/s, medians", "options": asked, "rows": rows}
+            path.write_text(json.dumps(record, indent=1) + "\n")
     print(summary(rows, list(dict.fromkeys([*options.implementations, *options.beside]))))
     print(f"written: {path}")
 

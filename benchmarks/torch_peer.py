@@ -23,7 +23,7 @@ import torch
 import jaxflash
 from benchmarks import environment
 from benchmarks.contenders import Shape
-from benchmarks.device_timing import program, repeated, seconds
+from benchmarks.device_timing import program, repeated, seconds, seconds_of_turns
 
 TOKENS, HIDDEN = 16_384, 2048
 PASSES = {False: "forward", True: "forward+backward"}
@@ -71,13 +71,10 @@ def measure(shape: Shape, is_causal: bool, has_backward: bool, options: argparse
         contenders["jax-cudnn"] = program(cudnn, shape, has_backward, calls)
     flops = calls * shape.flops(is_causal=is_causal, has_backward=has_backward)
     turns = {name: repeated(run, flops, options.turn) for name, run in contenders.items()}
-    speeds = {name: [] for name in contenders}
     for run in contenders.values():
         seconds(run, wait)
-    for _ in range(options.rounds):
-        for name, (run, turn_flops) in turns.items():
-            speeds[name].append(turn_flops / seconds(run, wait) / 1e12)
-    return {name: statistics.median(samples) for name, samples in speeds.items()}
+    times = seconds_of_turns(turns, options.rounds, wait)
+    return {name: 1e-12 / statistics.median(samples) for name, samples in times.items()}
 
 
 def main():
