@@ -227,7 +227,6 @@ __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
     warp.lane_idx = ptx::opaque(warp.lane_idx);
     const int lane_idx = warp.lane_idx, head = stream.head, tile = stream.tile;
     const bool is_partial = stream.is_partial;
-    auto see = stream.see;
     ptx::cp_async_wait<0>();
     __syncthreads();  // A
     if constexpr (Config::kStages == 2) {
@@ -245,14 +244,20 @@ __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
       compute_scores<Config, Element>(shared.k, shared.q[stage], warp.kv_row, column, lane_idx, p);
       compute_scores<Config, Element>(shared.v, shared.dout[stage], warp.kv_row, column, lane_idx,
                                       ds);
-      if constexpr (kIsGeneral) {
-        compute_gradient_general<Config>(
-            attention, see, device::make_dropout(attention, place, head), origin, is_partial,
-            statistics.lse_log2 + statistics_row, statistics.delta + statistics_row,
-            make_lse_rows(params, place, head), lane_idx,
-            make_bias_sums(attention, workspace, place, head), p, ds);
+      if (kIsGeneral && (is_partial || has_adjusted_pairs(attention))) {
+        if constexpr (kIsGeneral) {
+          device::Visibility see = stream.see;
+          if (head != stream.head) device::select_head(attention, place.batch, head, &see);
+          compute_gradient_general<Config>(
+              attention, see, device::make_dropout(attention, place, head), origin, is_partial,
+              statistics.lse_log2 + statistics_row, statistics.delta + statistics_row,
+              make_lse_rows(params, place, head), lane_idx,
+              make_bias_sums(attention, workspace, place, head), p, ds);
+        }
       } else {
-        if (is_partial) hide_outside_window<Config>(see, origin, lane_idx, p);
+        if (!kIsGeneral && is_partial) {
+          hide_outside_window<Config>(stream.see, origin, lane_idx, p);
+        }
         compute_gradient<Config>(attention.softmax_scale * device::kLog2E,
                                  statistics.lse_log2 + statistics_row,
                                  statistics.delta + statistics_row, lane_idx, p, ds);

@@ -51,14 +51,41 @@ __device__ __forceinline__ void compute_query_scores(const Owned& owned, const S
   }
 }
 
-// dscores: dout.v -> dS. query and key: first of the fragments.
-template <class Config, class See>
-__device__ __forceinline__ void compute_query_gradient(
-    const AttentionParams& params, const See& see, const device::DropoutStream& dropout,
-    bool is_partial, int query, int key, const LaneStatistics& rows, int lane_idx,
-    const QueryScores<Config>& scores, QueryScores<Config>& dscores) {
-  constexpr bool kIsGeneral = std::is_same_v<See, device::Visibility>;
+// dscores: dout.v -> dS, where lengths and window alone hide. query and key: first of the
+// fragments.
+template <class Config>
+__device__ __forceinline__ void compute_query_gradient(const AttentionParams& params,
+                                                       const device::Window& see, bool is_partial,
+                                                       int query, int key,
+                                                       const LaneStatistics& rows, int lane_idx,
+                                                       const QueryScores<Config>& scores,
+                                                       QueryScores<Config>& dscores) {
   const float softmax_scale_log2 = params.softmax_scale * device::kLog2E;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = query + 8 * half + lane_idx / 4;
+#pragma unroll
+    for (int j = 0; j < Config::kBlockKV / 8; ++j) {
+#pragma unroll
+      for (int parity = 0; parity < 2; ++parity) {
+        const int column = key + 8 * j + lane_idx % 4 * 2 + parity;
+        float& dscore = dscores.values[0][j][2 * half + parity];
+        float p = ptx::exp2_approx(
+            fmaf(scores.values[0][j][2 * half + parity], softmax_scale_log2, -rows.lse_log2[half]));
+        if (is_partial && !device::is_in_window(see, row, column)) p = 0.0f;
+        dscore = p * (dscore - rows.delta[half]);
+      }
+    }
+  }
+}
+
+// The same with soft cap, bias, masks and dropout.
+template <class Config>
+__device__ __forceinline__ void compute_query_gradient_general(
+    const AttentionParams& params, const device::Visibility& see,
+    const device::DropoutStream& dropout, bool is_partial, int query, int key,
+    const LaneStatistics& rows, int lane_idx, const QueryScores<Config>& scores,
+    QueryScores<Config>& dscores) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = query + 8 * half + lane_idx / 4;
@@ -66,29 +93,20 @@ __device__ __forceinline__ void compute_query_gradient(
     uint32_t words[4];  // of the next four fragments
 #pragma unroll
     for (int j = 0; j < Config::kBlockKV / 8; ++j) {
-      if constexpr (kIsGeneral) {
-        if (dropout.threshold > 0 && j % 4 == 0) {
-          device::draw_words(dropout, row, key + 8 * j, lane_idx, words);
-        }
+      if (dropout.threshold > 0 && j % 4 == 0) {
+        device::draw_words(dropout, row, key + 8 * j, lane_idx, words);
       }
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity) {
         const int column = key + 8 * j + lane_idx % 4 * 2 + parity;
-        const float score = scores.values[0][j][2 * half + parity];
         float& dscore = dscores.values[0][j][2 * half + parity];
-        if constexpr (kIsGeneral) {
-          float keep = 1.0f;
-          if (dropout.threshold > 0) {
-            keep = device::is_kept(dropout, words[j % 4], parity) ? dropout.scale : 0.0f;
-          }
-          dscore = pair_gradient(params, see, is_partial, row, column, keep, lse, rows.delta[half],
-                                 score, dscore)
-                       .dscore;
-        } else {
-          float p = ptx::exp2_approx(fmaf(score, softmax_scale_log2, -rows.lse_log2[half]));
-          if (is_partial && !device::is_in_window(see, row, column)) p = 0.0f;
-          dscore = p * (dscore - rows.delta[half]);
+        float keep = 1.0f;
+        if (dropout.threshold > 0) {
+          keep = device::is_kept(dropout, words[j % 4], parity) ? dropout.scale : 0.0f;
         }
+        dscore = pair_gradient(params, see, is_partial, row, column, keep, lse, rows.delta[half],
+                               scores.values[0][j][2 * half + parity], dscore)
+                     .dscore;
       }
     }
   }
@@ -205,8 +223,16 @@ __device__ __forceinline__ void backward_query_tile(const BackwardParams& params
     compute_query_scores<Config, Element>(shared.q, shared.k[stage], warp_row, lane_idx, scores);
     compute_query_scores<Config, Element>(shared.dout, shared.v[stage], warp_row, lane_idx,
                                           dscores);
-    compute_query_gradient<Config>(attention, see, dropout, is_partial, first_row + warp_row,
-                                   first_key, rows, lane_idx, scores, dscores);
+    const int first_query = first_row + warp_row;
+    if (kIsGeneral && (is_partial || has_adjusted_pairs(attention))) {
+      if constexpr (kIsGeneral) {
+        compute_query_gradient_general<Config>(attention, see, dropout, is_partial, first_query,
+                                               first_key, rows, lane_idx, scores, dscores);
+      }
+    } else {
+      compute_query_gradient<Config>(attention, see, !kIsGeneral && is_partial, first_query,
+                                     first_key, rows, lane_idx, scores, dscores);
+    }
     accumulate_query<Config, Element>(dscores, shared.k[stage], lane_idx, dq);
     if constexpr (Config::kStages == 2) {
       stage ^= 1;

@@ -4,7 +4,8 @@
 //   P = exp(x - lse)     dP = (dout . v) keep     dS = P (dP - delta) [times the soft cap's slope]
 //
 // The plain form knows lengths and window alone and folds log2(e) into the scale; the general form
-// knows everything and works in natural units.
+// knows everything and works in natural units. A general instance takes it for tiles that are not
+// full and for calls with adjusted pairs.
 #pragma once
 
 #include <cstdint>
@@ -116,6 +117,11 @@ struct LseRows {
 __device__ __forceinline__ LseRows make_lse_rows(const BackwardParams& params,
                                                  const device::SequenceTile& place, int head) {
   return {&params, place.batch, place.query_begin, head};
+}
+
+// Whether something acts on the pairs of full tiles too. (A bias makes every tile partial.)
+__device__ __forceinline__ bool has_adjusted_pairs(const AttentionParams& params) {
+  return params.logits_soft_cap > 0.0f || params.dropout_threshold > 0;
 }
 
 // What one pair of a query and a key contributes.
