@@ -284,6 +284,8 @@ def test_shard_map_over_some_axes(kind):
 
 
 def test_pmap(implementation):
+    """Over all of 8 devices on the CPU, and over as many as there are on GPUs."""
+    count = min(8, jax.local_device_count())
     arrays = _inputs(B=8)
     weights = normal(8, 10, 8, 5, seed=3)
 
@@ -292,14 +294,14 @@ def test_pmap(implementation):
         return jax.grad(lambda *a: jnp.sum(attend(*a) * w), (0, 1, 2))(q, k, v)
 
     expected = gradients(*arrays, weights)
-    split = [x.reshape(8, 1, *x.shape[1:]) for x in (*arrays, weights)]
+    split = [x.reshape(count, 8 // count, *x.shape[1:]) for x in (*arrays, weights)]
     actual = [x.reshape(8, *x.shape[2:]) for x in jax.pmap(gradients)(*split)]
     (assert_same_bits if implementation == "cpu" else assert_close)(tuple(actual), expected)
 
     def summed(q, k, v, w):
         return jax.lax.psum(gradients(q, k, v, w)[0], "devices")
 
-    total = jax.pmap(summed, axis_name="devices")(*split)[0, 0]
+    total = jnp.sum(jax.pmap(summed, axis_name="devices")(*split)[0], axis=0)
     assert_close(total, jnp.sum(expected[0], axis=0), rtol=1e-4, atol=1e-4)
 
 
