@@ -276,6 +276,10 @@ class ForwardTile : WarpRows<Config> {
   // output += P times the values of the tile.
   __device__ __forceinline__ void accumulate_output(const Tile& v, const Scores& probabilities) {
     const int lane_idx = opaque_lane();
+    if constexpr (Config::kIsFloat) {
+      this->accumulate_tile_sums(v, probabilities, lane_idx);
+      return;
+    }
 #pragma unroll
     for (int step = 0; step < kBlockKV / 16; ++step) {
       mma::Fragment<Element> a[kTilesM];

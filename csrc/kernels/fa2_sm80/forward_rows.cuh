@@ -11,7 +11,7 @@
 #include "device/visibility.cuh"
 #include "kernels/fa2_sm80/config.h"
 #include "kernels/fa2_sm80/load.cuh"
-#include "mma/fragment.cuh"
+#include "mma/multiply.cuh"
 #include "ptx/math.cuh"
 
 namespace jaxflash::fa2_sm80 {
@@ -26,6 +26,7 @@ class WarpRows {
   using Element = typename Config::Element;
   using Storage = typename Config::SharedStorage;
   using Scores = mma::Accumulator<Config::kTilesM, Config::kScoreTiles>;  // of a K/V tile
+  static constexpr bool kIsFloat = std::is_same_v<Element, float>;
   static constexpr int kTilesM = Config::kTilesM;
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kChunk = Config::QTile::kChunk;
@@ -111,17 +112,26 @@ class WarpRows {
     }
   }
 
-  // Turns the scores into unnormalised probabilities.
+  // Turns the scores into unnormalised probabilities. float32 adds up a tile by itself first: the
+  // sum of a long row then takes one rounding a tile.
   __device__ __forceinline__ void exponentiate(Scores* scores) {
+    float tile_sum[2 * kTilesM] = {};
 #pragma unroll
     for (int j = 0; j < Config::kScoreTiles; ++j) {
 #pragma unroll
-      for (int r = 0; r < 2 * kTilesM; ++r)
-        exponentiate_pair(r, &scores->values[r / 2][j][r % 2 * 2]);
+      for (int r = 0; r < 2 * kTilesM; ++r) {
+        float* sum = kIsFloat ? &tile_sum[r] : &row_sum_[r];
+        *sum += exponentiate_pair(r, &scores->values[r / 2][j][r % 2 * 2]);
+      }
+    }
+    if constexpr (kIsFloat) {
+#pragma unroll
+      for (int r = 0; r < 2 * kTilesM; ++r) row_sum_[r] += tile_sum[r];
     }
   }
 
-  __device__ __forceinline__ void exponentiate_pair(int r, float* pair) {
+  // Returns the sum of the pair.
+  __device__ __forceinline__ float exponentiate_pair(int r, float* pair) const {
     // A row that has seen no key yet keeps -inf; 0 stands in so that exp2 sees no NaN.
     const float reference = row_max_[r] == -kInfinity ? 0.0f : row_max_[r];
 #pragma unroll
@@ -130,7 +140,42 @@ class WarpRows {
                                                 : fmaf(pair[e], scale_log2(), -reference);
       pair[e] = ptx::exp2_approx(exponent);
     }
-    row_sum_[r] += pair[0] + pair[1];
+    return pair[0] + pair[1];
+  }
+
+  // output += P times the values of a tile, summed by itself first: as with the row sums.
+  __device__ __forceinline__ void accumulate_tile_sums(const typename Config::KvTile& v,
+                                                       const Scores& probabilities, int lane_idx) {
+    constexpr int kSteps = Config::kBlockKV / 16;
+    mma::Fragment<Element> a[kSteps][kTilesM];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < kTilesM; ++i) probabilities.template as_a<Element>(i, step, a[step][i]);
+    }
+#pragma unroll
+    for (int j = 0; j < Config::kOutputTiles; j += 2) {
+      mma::Accumulator<kTilesM, 2> sums;
+      sums.clear();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        mma::Fragment<Element> b;
+        v.load_b_transposed(16 * step, 8 * j, lane_idx, b);
+#pragma unroll
+        for (int i = 0; i < kTilesM; ++i) {
+          mma::multiply<Element>(sums.values[i][0], a[step][i], b[0], b[1]);
+          mma::multiply<Element>(sums.values[i][1], a[step][i], b[2], b[3]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kTilesM; ++i) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) output_.values[i][j + n][e] += sums.values[i][n][e];
+        }
+      }
+    }
   }
 
   // Zeroes the dropped probabilities of keys first_key..; the row sum stays free of dropout.
