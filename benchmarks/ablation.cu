@@ -36,10 +36,12 @@ class Worker : Consumer<Config> {
   using Storage = typename Config::SharedStorage;
   using KVTile = typename Config::KeyTile;  // as large as values
   using QueryTile = typename Config::QueryTile;
-  using Base::k_, Base::v_, Base::rows_, Base::shared_, Base::maps_, Base::consumer_idx_;
+  using Base::k_, Base::v_, Base::rows_, Base::shared_, Base::consumer_idx_;
 
  public:
-  using Base::Base;
+  __device__ __forceinline__ Worker(const ForwardParams& params, const ForwardMaps& maps,
+                                    float scale_log2, int consumer_idx, Storage* shared)
+      : Base(params, scale_log2, consumer_idx, shared), maps_(maps) {}
 
   __device__ __forceinline__ void run_tile(const WorkTile& tile) {
     this->row_begin_ = tile.row_begin + 64 * consumer_idx_;
@@ -87,8 +89,12 @@ class Worker : Consumer<Config> {
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(rows_.output);
     ptx::wgmma_pin(rows_.probabilities);
-    this->store_output(tile);
-    if (this->thread_idx_ == 0) ptx::bulk_wait<0>();
+    this->stage_output(tile, &shared_.output_staged[0][consumer_idx_]);
+    this->group_sync();  // the output is complete
+    if (this->thread_idx_ == 0) {
+      store_rows<Config>(maps_.out, *this->queries_, this->row_begin_, tile.head, tile.batch);
+      ptx::bulk_wait<0>();
+    }
   }
 
  private:
@@ -121,6 +127,8 @@ class Worker : Consumer<Config> {
     load(shared_.k, maps_.k, shared_.k_full, k_.stage, tile, block - Config::kNumStages);
     k_.advance();
   }
+
+  const ForwardMaps& maps_;
 };
 
 // Grid: tiles of a head, heads, batch entries.
@@ -142,7 +150,8 @@ __global__ void __launch_bounds__(128 * Config::kNumConsumers, 1)
   tile.block_end = static_cast<int>(p.S) / Config::kBlockKV;
   tile.see.query_len = static_cast<int>(p.T);
   tile.see.kv_len = static_cast<int>(p.S);
-  Worker<Config>(params, maps, __shfl_sync(kAllLanes, threadIdx.x / 128, 0), shared).run_tile(tile);
+  const int worker_idx = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
+  Worker<Config>(params, maps, device::kLog2E * p.softmax_scale, worker_idx, shared).run_tile(tile);
 #endif
 }
 

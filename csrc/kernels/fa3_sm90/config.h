@@ -73,7 +73,8 @@ struct ForwardConfig {
     ValueTile v[kNumStages];
     Tile tiles[kNumTileSlots];
     uint64_t tile_full[kNumTileSlots], tile_empty[kNumTileSlots];
-    uint64_t q_full[kNumQueryBuffers][kNumConsumers], q_empty[kNumQueryBuffers][kNumConsumers];
+    uint64_t q_full[kNumQueryBuffers][kNumConsumers];
+    uint64_t output_staged[kNumQueryBuffers][kNumConsumers];
     uint64_t k_full[kNumStages], k_empty[kNumStages];
     uint64_t v_full[kNumStages], v_empty[kNumStages];
   };

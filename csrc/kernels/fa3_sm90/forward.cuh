@@ -23,15 +23,16 @@
 // (forward_blocks.cuh); in a block that a row does not see whole, the mask is found as bits before
 // the products are issued (forward_mask.cuh).
 //
-// barrier        arrives                           waits       protects
-// tile_full[s]   scheduler                         all         tiles[s] filled
-// tile_empty[s]  consumers' warps, loaders         scheduler   tiles[s] may be overwritten
-// q_full[b][c]   TMA (tx bytes)                    consumer c  q[b][c] holds the queries
-// q_empty[b][c]  consumer c, output has left       keys        q[b][c] may be overwritten
-// k_full[s]      TMA (tx bytes)                    consumers   k[s] filled
-// k_empty[s]     consumers                         keys        k[s] may be overwritten
-// v_full[s]      TMA (tx bytes)                    consumers   v[s] filled
-// v_empty[s]     consumers                         values      v[s] may be overwritten
+// barrier              arrives                        waits       protects
+// tile_full[s]         scheduler                      all         tiles[s] filled
+// tile_empty[s]        consumers' warps, keys,        scheduler   tiles[s] may be overwritten
+//                      values, rows
+// q_full[b][c]         TMA (tx bytes)                 consumer c  q[b][c] holds the queries
+// output_staged[b][c]  consumer c's warps             rows        q[b][c] holds the output
+// k_full[s]            TMA (tx bytes)                 consumers   k[s] filled
+// k_empty[s]           consumers                      keys        k[s] may be overwritten
+// v_full[s]            TMA (tx bytes)                 consumers   v[s] filled
+// v_empty[s]           consumers                      values      v[s] may be overwritten
 //
 // NOTE: one thread gives a K or V stage back for its warpgroup, which is valid because only wgmma
 // reads them, and its wait is the whole warpgroup's.
@@ -54,11 +55,11 @@ __device__ __forceinline__ void init_barriers(typename Config::SharedStorage* sh
   constexpr int kConsumers = Config::kNumConsumers;
   for (int slot = 0; slot < Config::kNumTileSlots; ++slot) {
     ptx::mbarrier_init(&shared->tile_full[slot], 1);
-    ptx::mbarrier_init(&shared->tile_empty[slot], 4 * kConsumers + 2);
+    ptx::mbarrier_init(&shared->tile_empty[slot], 4 * kConsumers + 3);
   }
   for (int i = 0; i < Config::kNumQueryBuffers * kConsumers; ++i) {
     ptx::mbarrier_init(&shared->q_full[i / kConsumers][i % kConsumers], 1);
-    ptx::mbarrier_init(&shared->q_empty[i / kConsumers][i % kConsumers], 1);
+    ptx::mbarrier_init(&shared->output_staged[i / kConsumers][i % kConsumers], 4);
   }
   for (int stage = 0; stage < Config::kNumStages; ++stage) {
     ptx::mbarrier_init(&shared->k_full[stage], 1);
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params,
                    const __grid_constant__ SequenceInputs inputs,
                    const __grid_constant__ ForwardMaps maps,
-                   const __grid_constant__ Schedule schedule) {
+                   const __grid_constant__ Schedule schedule, float scale_log2) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared_bytes[];
   auto* shared = reinterpret_cast<typename Config::SharedStorage*>(shared_bytes);
@@ -91,21 +92,23 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   const int warpgroup_idx = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
   if (warpgroup_idx == 0) {
     ptx::shrink_registers<Config::kProducerRegisters>();
-    const Producer<Config> producer(maps, shared);
+    const Producer<Config> producer(params.attention, maps, shared);
     if (threadIdx.x == 0) {
-      producer.load_queries_and_keys();
+      producer.load_keys();
     } else if (threadIdx.x / 32 == 1) {
       if constexpr (Config::kIsGeneral) {
-        producer.schedule_masked(params.attention, inputs, schedule);
+        producer.schedule_masked(inputs, schedule);
       } else if (threadIdx.x == 32) {
-        producer.schedule(params.attention, inputs, schedule);
+        producer.schedule(inputs, schedule);
       }
     } else if (threadIdx.x == 64) {
       producer.load_values();
+    } else if (threadIdx.x == 96) {
+      producer.move_rows();
     }
   } else {
     ptx::grow_registers<Config::kConsumerRegisters>();
-    Consumer<Config>(params, maps, warpgroup_idx - 1, shared).run();
+    Consumer<Config>(params, scale_log2, warpgroup_idx - 1, shared).run();
   }
 #else
   __trap();  // compiled for another architecture than sm_90a

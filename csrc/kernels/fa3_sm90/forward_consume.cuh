@@ -18,8 +18,8 @@ template <class Config>
 class Consumer : protected ConsumerTile<Config> {
  protected:
   using Base = ConsumerTile<Config>;
-  using Base::clear_padding, Base::give_back_previous, Base::group_sync, Base::kv_begin,
-      Base::lane_row, Base::query_begin, Base::store_output;
+  using Base::clear_padding, Base::group_sync, Base::kv_begin, Base::lane_row, Base::query_begin,
+      Base::stage_output;
   using Base::consumer_idx_, Base::thread_idx_, Base::warp_idx_, Base::lane_idx_;
   using Base::params_, Base::shared_, Base::queries_, Base::row_begin_, Base::rows_;
   using Element = typename Config::Element;
@@ -32,11 +32,9 @@ class Consumer : protected ConsumerTile<Config> {
   static constexpr int kBlockKV = Config::kBlockKV;
 
  public:
-  __device__ __forceinline__ Consumer(const ForwardParams& params, const ForwardMaps& maps,
+  __device__ __forceinline__ Consumer(const ForwardParams& params, float scale_log2,
                                       int consumer_idx, Storage* shared)
-      : Base(params, maps, consumer_idx, shared),
-        scale_log2_(device::kLog2E * (has_soft_cap() ? params.attention.logits_soft_cap
-                                                     : params.attention.softmax_scale)) {}
+      : Base(params, consumer_idx, shared), scale_log2_(scale_log2) {}
 
   __device__ __forceinline__ void run() {
     if (consumer_idx_ == 0) give_turn(0);
@@ -51,7 +49,6 @@ class Consumer : protected ConsumerTile<Config> {
       __syncwarp();
       if (lane_idx_ == 0) ptx::mbarrier_arrive(&shared_.tile_empty[slot]);
     }
-    if (thread_idx_ == 0) ptx::bulk_wait<0>();
   }
 
  protected:
@@ -66,19 +63,18 @@ class Consumer : protected ConsumerTile<Config> {
     }
     rows_.clear();
     if constexpr (Config::kIsGeneral) {
-      attend_blocks_found(tile, t);
+      attend_blocks_found(tile);
     } else {
-      attend_blocks(tile, t);
+      attend_blocks(tile);
     }
-    store_output(tile);
+    stage_output(tile, &shared_.output_staged[buffer][consumer_idx_]);
   }
 
   // The blocks that the window lets the tile see.
-  __device__ __forceinline__ void attend_blocks(const Tile& tile, int t) {
+  __device__ __forceinline__ void attend_blocks(const Tile& tile) {
     const int num_blocks = tile.block_end - tile.block_begin;
     if (num_blocks > 0) {
       first_block(tile, tile.block_end - 1);
-      give_back_previous(t);
       // Which steps take blocks that all rows see whole, after a block of which they all see a key.
       const int last_row = max(min(row_begin_ + 64, tile.see.query_len) - 1, row_begin_);
       const int plain_high = min(row_begin_ + tile.see.window_high, tile.see.kv_len) / kBlockKV;
@@ -96,22 +92,16 @@ class Consumer : protected ConsumerTile<Config> {
         masked_end = num_blocks;
       }
       last_output();
-    } else {
-      give_back_previous(t);
     }
   }
 
   // The blocks that the scheduler has found. The loop without masks needs a reference in every row:
   // the first block that all rows see whole runs in the other one, which gives them that.
-  __device__ __forceinline__ void attend_blocks_found(const Tile& tile, int t) {
-    if (!blocks_.next(&shared_, consumer_idx_)) {
-      give_back_previous(t);
-      return;
-    }
+  __device__ __forceinline__ void attend_blocks_found(const Tile& tile) {
+    if (!blocks_.next(&shared_, consumer_idx_)) return;
     bool has_references = blocks_.is_full();
     find_visible(tile);
     first_block(tile, blocks_.block());
-    give_back_previous(t);
     bool has_next = blocks_.next(&shared_, consumer_idx_);
 #pragma unroll 1
     while (has_next) {

@@ -21,24 +21,23 @@ class ConsumerTile {
   using QueryTile = typename Config::QueryTile;
   using Tile = typename Config::Tile;
   static constexpr int kHeadDimV = Config::kHeadDimV;
-  static constexpr int kNumQueryBuffers = Config::kNumQueryBuffers;
 
-  __device__ __forceinline__ ConsumerTile(const ForwardParams& params, const ForwardMaps& maps,
-                                          int consumer_idx, Storage* shared)
+  __device__ __forceinline__ ConsumerTile(const ForwardParams& params, int consumer_idx,
+                                          Storage* shared)
       : params_(params),
-        maps_(maps),
         shared_(*shared),
         consumer_idx_(consumer_idx),
         thread_idx_(threadIdx.x % 128),
         warp_idx_(threadIdx.x % 128 / 32),
         lane_idx_(threadIdx.x % 32) {}
 
-  // O / l through the tile's own query rows to global memory; lse.
-  __device__ __forceinline__ void store_output(const Tile& tile) {
+  // O / l to the place of the tile's own queries, for TMA to read when all warps have arrived at
+  // `staged`; lse. The fence would wait for lse on its way to memory, so that comes last.
+  __device__ __forceinline__ void stage_output(const Tile& tile, uint64_t* staged) {
     const AttentionParams& attention = params_.attention;
     const float* sinks = device::batch_data<float>(params_.sinks, attention, tile.batch);
     const float sink = sinks == nullptr ? -kInfinity : sinks[tile.head * params_.sinks.head_stride];
-    float factor[2];
+    float factor[2], lse[2], lse_low[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_begin_ + 16 * warp_idx_ + lane_idx_ / 4 + 8 * r;
@@ -46,11 +45,8 @@ class ConsumerTile {
           device::finish_softmax(rows_.reference[r], quad_sum(rows_.row_sum[r]), sink, true);
       if (!is_row_valid(tile, row)) result = {-kInfinity, 0.0f, 0.0f};
       factor[r] = result.factor;
-      if (lane_idx_ % 4 == 0 && row < query_rows(tile)) {
-        const int64_t index = (first_query(tile) + row) * attention.N + tile.head;
-        params_.lse[index] = result.lse;
-        params_.lse_low[index] = result.lse_low;
-      }
+      lse[r] = result.lse;
+      lse_low[r] = result.lse_low;
     }
     group_sync();  // all four warps are done with the queries
 #pragma unroll
@@ -66,29 +62,28 @@ class ConsumerTile {
       ptx::stmatrix_x4(queries_->chunk_address(16 * warp_idx_ + lane_idx_ % 16, j + lane_idx_ / 16),
                        pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    ptx::fence_async_proxy();
-    group_sync();  // the output is complete and TMA may read it
     if constexpr (Config::kIsGeneral) {
-      if (row_begin_ + 64 > tile.query_rows && tile.query_begin + tile.query_rows < attention.T) {
-        store_owned_rows(tile);
-        give_back_own();
-        return;
-      }
+      const int end = end_of_copies(tile, static_cast<int>(attention.T));
+      if (tile.query_begin + row_begin_ + 64 > end) store_owned_rows(tile);
     }
-    if (thread_idx_ == 0) {
+    ptx::fence_async_proxy();
+    __syncwarp();  // the warp's rows are staged
+    if (lane_idx_ == 0) ptx::mbarrier_arrive(staged);
 #pragma unroll
-      for (int slab = 0; slab < kHeadDimV / 64; ++slab) {
-        ptx::tma_store(&maps_.out, queries_->slabs[slab], 64 * slab, query_begin(tile) + row_begin_,
-                       tile.head, tile.batch);
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_begin_ + 16 * warp_idx_ + lane_idx_ / 4 + 8 * r;
+      if (lane_idx_ % 4 == 0 && row < query_rows(tile)) {
+        const int64_t index = (first_query(tile) + row) * attention.N + tile.head;
+        params_.lse[index] = lse[r];
+        params_.lse_low[index] = lse_low[r];
       }
-      ptx::bulk_commit();
     }
-    give_back_own();
   }
 
   // The staged rows that belong to the tile's sequence; TMA would write its neighbour's as well.
   __device__ __forceinline__ void store_owned_rows(const Tile& tile) {
     const AttentionParams& attention = params_.attention;
+    group_sync();  // all warps have staged theirs
     const int chunks = static_cast<int>(attention.Hv) / 8;
     const int rows = min(tile.query_rows - row_begin_, 64);
     Element* out = static_cast<Element*>(params_.out) +
@@ -99,7 +94,6 @@ class ConsumerTile {
       *reinterpret_cast<uint4*>(out + row * attention.N * attention.Hv + 8 * chunk) =
           *queries_->chunk_at(row, chunk);
     }
-    group_sync();  // the staged rows have been read
   }
 
   // --- Positions --------------------------------------------------------------------------------
@@ -134,22 +128,6 @@ class ConsumerTile {
     ptx::named_barrier_sync(static_cast<int>(NamedBarrier::kGroup) + consumer_idx_, 128);
   }
 
-  // With two buffers of queries, early in tile t: the output of the tile before it has left its
-  // queries' place.
-  __device__ __forceinline__ void give_back_previous(int t) const {
-    if constexpr (kNumQueryBuffers == 1) return;
-    if (t > 0) give_back_queries((t + 1) % 2);
-  }
-  // With one, at the end of a tile.
-  __device__ __forceinline__ void give_back_own() const {
-    if constexpr (kNumQueryBuffers == 1) give_back_queries(0);
-  }
-  __device__ __forceinline__ void give_back_queries(int buffer) const {
-    if (thread_idx_ != 0) return;
-    ptx::bulk_wait_read<0>();
-    ptx::mbarrier_arrive(&shared_.q_empty[buffer][consumer_idx_]);
-  }
-
   // Zeroes the rows from `first` on, which TMA has filled with padding: 0 * NaN would reach
   // results.
   template <class SharedTile>
@@ -164,7 +142,6 @@ class ConsumerTile {
   }
 
   const ForwardParams& params_;
-  const ForwardMaps& maps_;
   Storage& shared_;
   const int consumer_idx_, thread_idx_, warp_idx_, lane_idx_;
   QueryTile* queries_;

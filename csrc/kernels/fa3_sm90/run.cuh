@@ -49,9 +49,24 @@ inline cudaError_t count_multiprocessors(int* result) {
   return error;
 }
 
+// Heads of a section where tiles differ in length. Long tiles need many others beside them to end
+// together: about 2,048 tiles, 15 for each CTA. But with more than so many KV heads at a time no
+// two CTAs read the same keys, and L2 does not help (measured on an H200,
+// docs/kernels/fa3_sm90.md).
+template <class Config>
+int count_section_heads(const AttentionParams& params, const Schedule& schedule) {
+  constexpr int64_t kTiles = 2048, kMaxKvHeads = 8192 / Config::kHeadDim;
+  const int64_t group_tiles = schedule.tiles_per_head * params.group_size;
+  const int64_t kv_heads =
+      std::clamp<int64_t>(kTiles / std::max<int64_t>(group_tiles, 1), 1, kMaxKvHeads);
+  const int64_t heads = kv_heads * params.group_size;
+  const int64_t sections = std::max<int64_t>((schedule.num_heads + heads / 2) / heads, 1);
+  const int64_t even = (schedule.num_heads + sections - 1) / sections;
+  return static_cast<int>((even + params.group_size - 1) / params.group_size * params.group_size);
+}
+
 template <class Config>
 Schedule make_schedule(const AttentionParams& params, const SequenceInputs& inputs, int* drawn) {
-  constexpr int64_t kSectionBytes = 32 << 20;  // of keys and values, about half of L2
   Schedule schedule = {};
   schedule.tiles_per_head = static_cast<int>(device::tiles_per_batch(
       params.T, inputs.num_sequences, inputs.query_offsets.data != nullptr, Config::kBlockQ));
@@ -61,12 +76,7 @@ Schedule make_schedule(const AttentionParams& params, const SequenceInputs& inpu
   const bool tiles_differ = params.window_right >= 0 || params.window_left >= 0 ||
                             inputs.query_lengths.data != nullptr ||
                             inputs.kv_lengths.data != nullptr;
-  if (tiles_differ) {
-    const int64_t head_bytes = std::max<int64_t>(2 * params.S * (params.H + params.Hv), 1);
-    const int64_t kv_heads = std::max<int64_t>(kSectionBytes / head_bytes, 1);
-    schedule.section_heads =
-        static_cast<int>(std::min<int64_t>(kv_heads * params.group_size, schedule.num_heads));
-  }
+  if (tiles_differ) schedule.section_heads = count_section_heads<Config>(params, schedule);
   if (tiles_differ || Config::kIsGeneral) schedule.drawn = drawn;
   return schedule;
 }
@@ -90,9 +100,13 @@ cudaError_t run_forward(const ForwardParams& params, const SequenceInputs& input
     error = cudaMemsetAsync(schedule.drawn, 0, sizeof(int), stream);
     if (error != cudaSuccess) return error;
   }
+  // A parameter is an operand of instructions where a product would take a register.
+  const float scale_log2 =
+      device::kLog2E *
+      (attention.logits_soft_cap > 0.0f ? attention.logits_soft_cap : attention.softmax_scale);
   return launch_kernel(forward_kernel<Config>, std::min(num_multiprocessors, schedule.num_tiles),
                        Config::kNumThreads, sizeof(typename Config::SharedStorage), stream, params,
-                       inputs, maps, schedule);
+                       inputs, maps, schedule, scale_log2);
 }
 
 }  // namespace jaxflash::fa3_sm90

@@ -9,9 +9,9 @@
 
 namespace jaxflash::fa3_sm90 {
 
-// Tiles are counted 0 .. num_tiles - 1: sections of heads whose keys and values fit L2 together,
-// and inside a section the last rows of all its heads first: with a causal mask those see the most
-// keys, so the long tiles start early and the short ones fill the gaps at the end.
+// Tiles are counted 0 .. num_tiles - 1: sections of heads, and inside a section the last rows of
+// all its heads first: with a causal mask those see the most keys, so the long tiles start early
+// and the short ones fill the gaps at the end.
 struct Schedule {
   int num_tiles;
   int tiles_per_head;  // a tile is kBlockQ rows
