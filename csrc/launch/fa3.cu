@@ -15,6 +15,7 @@ namespace jaxflash {
   JF_DECLARE(__half, kHeadDim, kHeadDimV, kPlain)          \
   JF_DECLARE(__half, kHeadDim, kHeadDimV, kGeneral)
 JF_DECLARE_HEAD_DIMS(64, 64)
+JF_DECLARE_HEAD_DIMS(96, 96)
 JF_DECLARE_HEAD_DIMS(128, 128)
 JF_DECLARE_HEAD_DIMS(192, 128)
 JF_DECLARE_HEAD_DIMS(192, 192)

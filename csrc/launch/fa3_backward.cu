@@ -18,6 +18,7 @@ namespace jaxflash {
   JF_DECLARE(Config, __half, kPlain)          \
   JF_DECLARE(Config, __half, kGeneral)
 JF_DECLARE_ALL(BackwardConfig64)
+JF_DECLARE_ALL(BackwardConfig96)
 JF_DECLARE_ALL(BackwardConfig128)
 JF_DECLARE_ALL(BackwardConfig192x128)
 JF_DECLARE_ALL(BackwardConfig192)

@@ -2,6 +2,7 @@
 //
 // The columns are cut into slabs of 64; a slab holds its rows one after the other, 128 bytes each,
 // and stores 16-byte chunk c of row r in place c ^ (r % 8) (the 128-byte swizzle of both engines).
+// The last slab may have columns that no product reads.
 //
 // A descriptor (PTX ISA, "Matrix Descriptor Format") has in its low word the address and the
 // leading offset, in its high word the stride between groups of 8 rows and the swizzle mode, all in
@@ -30,11 +31,11 @@ using TileOperands =
 
 template <int kRows, int kColumns>
 struct WgmmaTile {
-  static_assert(kColumns % 64 == 0, "a slab is 64 columns");
+  static_assert(kColumns % 16 == 0, "products sum over 16 columns at a time");
   static_assert(kRows % 8 == 0, "the swizzle repeats every 8 rows");
   static constexpr int kNumRows = kRows;
   static constexpr int kNumColumns = kColumns;
-  static constexpr int kNumSlabs = kColumns / 64;
+  static constexpr int kNumSlabs = (kColumns + 63) / 64;
   static constexpr int kSlabBytes = kRows * 128;
   static constexpr int kBytes = kNumSlabs * kSlabBytes;
 

@@ -67,16 +67,17 @@ struct BackwardConfig {
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
-  static constexpr int kSlabs = kHeadDim / 64;
+  static constexpr int kSlabs = (kHeadDim + 63) / 64;
+  static constexpr int kStoredHeadDim = 64 * kSlabs;  // in shared memory and among the sums of dQ
   // dQ^T: with two slabs a warpgroup takes the 64 features of one, else half of the queries.
   static constexpr int kColumnsDQ = kSlabs == 2 ? kBlockQ : kBlockQ / 2;
   static constexpr int kPartFloatsDQ = 64 * kColumnsDQ;
   static constexpr int kTileFloatsDQ = kConsumers * kPartFloatsDQ;
   static constexpr bool kIsTransposedDQ = true;  // features x queries
 
-  static_assert(kHeadDim == 64 || kHeadDim == 128, "one or two slabs");
+  static_assert(kHeadDim <= 128, "one or two slabs");
   static_assert(kBlockQ % 16 == 0 && kColumnsDQ % 8 == 0, "whole k steps");
-  static_assert(kTileFloatsDQ == kBlockQ * kHeadDim, "the parts make up the tile");
+  static_assert(kTileFloatsDQ == kBlockQ * kStoredHeadDim, "the parts make up the tile");
   static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * 128 <= 504 * 128,
                 "384 threads start with 168 registers each");
 
@@ -131,6 +132,8 @@ constexpr int kBarrierConsumers = 1, kBarrierTaken = 2, kBarrierFormed = 4, kBar
 
 template <class Element, Features kFeatures>
 using BackwardConfig64 = BackwardConfig<Element, 64, 128, false, kFeatures>;
+template <class Element, Features kFeatures>
+using BackwardConfig96 = BackwardConfig<Element, 96, 64, true, kFeatures>;
 template <class Element, Features kFeatures>
 using BackwardConfig128 = BackwardConfig<Element, 128, 64, true, kFeatures>;
 

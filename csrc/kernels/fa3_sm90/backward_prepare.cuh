@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
                             const __grid_constant__ SequenceInputs inputs,
                             const __grid_constant__ BackwardWorkspace workspace) {
   using Element = typename Config::Element;
-  constexpr int kBlockQ = Config::kBlockQ, kHeadDim = Config::kHeadDim;
+  constexpr int kBlockQ = Config::kBlockQ, kHeadDim = Config::kStoredHeadDim;
   constexpr int kRowElements = kHeadDim + 8;  // keeps the writes out of each other's banks
   __shared__ alignas(16) Element rows[kBlockQ * kRowElements];
   const AttentionParams& attention = params.attention;

@@ -19,7 +19,7 @@ BackwardWorkspaceSizes workspace_sizes(int64_t B, int64_t T, int64_t S, int64_t 
           device::tiles_per_batch(T, num_sequences, is_packed, Config::kBlockQ),
           device::tiles_per_batch(S, num_sequences, is_packed, Config::kBlockKV),
           Config::kBlockQ,
-          Config::kHeadDim};
+          Config::kStoredHeadDim};
 }
 
 template <class Config>

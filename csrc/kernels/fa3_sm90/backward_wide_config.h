@@ -30,6 +30,7 @@ struct BackwardWideConfig {
   static constexpr bool kIsWide = true;
   static constexpr int kHeadDim = kHeadDim_;    // of q and k, padded
   static constexpr int kHeadDimV = kHeadDimV_;  // of v and dout, padded
+  static constexpr int kStoredHeadDim = kHeadDim;
   static constexpr int kBlockQ = 64;
   static constexpr int kKeys = 64;  // of a CTA
   static constexpr int kCluster = 2;
@@ -132,7 +133,10 @@ using BackwardConfig256 = BackwardWideConfig<Element, 256, 256, kFeatures>;
 template <class Element, class Dims, Features kFeatures>
 using BackwardConfigFor = std::conditional_t<
     Dims::kHeadDim == 64, BackwardConfig64<Element, kFeatures>,
-    std::conditional_t<Dims::kHeadDim == 128, BackwardConfig128<Element, kFeatures>,
-                       BackwardWideConfig<Element, Dims::kHeadDim, Dims::kHeadDimV, kFeatures>>>;
+    std::conditional_t<
+        Dims::kHeadDim == 96, BackwardConfig96<Element, kFeatures>,
+        std::conditional_t<
+            Dims::kHeadDim == 128, BackwardConfig128<Element, kFeatures>,
+            BackwardWideConfig<Element, Dims::kHeadDim, Dims::kHeadDimV, kFeatures>>>>;
 
 }  // namespace jaxflash::fa3_sm90

@@ -31,11 +31,13 @@ struct ForwardConfig {
 
   // Warpgroups of 64 query rows each. Measured on an H200, 2026-11-30, at head dim 64, bf16, 16k
   // tokens, not causal, in TFLOP/s at 2k and 16k: three with blocks of 128 keys 533 and 612, two
-  // 472 and 515, two with 192 keys 436 and 507; two stages instead of three 530 and 610.
-  static constexpr int kNumConsumers = kHeadDim == 64 ? 3 : 2;
+  // 472 and 515, two with 192 keys 436 and 507; two stages instead of three 530 and 610. The
+  // general instance takes two all the same: blocks of a mask are mostly of 128 rows, and 192 rows
+  // meet up to twice as many of them.
+  static constexpr int kNumConsumers = kHeadDim == 64 && !kIsGeneral ? 3 : 2;
   static constexpr int kBlockQ = 64 * kNumConsumers;
   static constexpr int kBlockKV = kHeadDimV <= 128 ? 128 : kHeadDim <= 192 ? 112 : 80;
-  static constexpr int kNumStages = kHeadDim == 64 ? 3 : 2;  // of K and of V
+  static constexpr int kNumStages = kHeadDim > 64 ? 2 : kIsGeneral ? 4 : 3;  // of K and of V
   // With one, the queries of a tile are fetched when the output of the tile before it has left.
   static constexpr int kNumQueryBuffers = kHeadDim <= 128 ? 2 : 1;
   static constexpr int kNumTileSlots = 2;  // tile being worked on, and the next

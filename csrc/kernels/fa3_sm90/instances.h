@@ -18,6 +18,7 @@ struct HeadDims {
 template <class Use>
 auto with_head_dims(int64_t H, int64_t Hv, const Use& use) {
   if (H <= 64 && Hv <= 64) return use(HeadDims<64, 64>());
+  if (H <= 96 && Hv <= 96) return use(HeadDims<96, 96>());
   if (H <= 128 && Hv <= 128) return use(HeadDims<128, 128>());
   if (H <= 192 && Hv <= 128) return use(HeadDims<192, 128>());
   if (H <= 192 && Hv <= 192) return use(HeadDims<192, 192>());
