@@ -57,31 +57,38 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--implementations", nargs="+", default=["fa2", "fa1"])
     parser.add_argument("--length", type=int, default=16_384)
-    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="sequences a call")
+    parser.add_argument("--hidden", type=int, default=2048, help="heads times head dim")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=3, help="calls a program")
     parser.add_argument("--turn", type=float, default=1.0, help="work of a turn, in programs with every block kept")
     options = parser.parse_args()
 
     rows = []
-    for implementation, head_dim, has_backward in itertools.product(options.implementations, (64, 128), (False, True)):
-        shape = Shape(B=1, T=options.length, S=options.length, N=options.heads, K=options.heads, H=head_dim)
+    cells = itertools.product(options.implementations, options.batch, (64, 128), (False, True))
+    for implementation, batch, head_dim, has_backward in cells:
+        heads = options.hidden // head_dim
+        shape = Shape(B=batch, T=options.length, S=options.length, N=heads, K=heads, H=head_dim)
         times = measure(implementation, shape, has_backward, options)
         for share in SHARES[1:]:
-            row = {"implementation": implementation, "head_dim": head_dim, "has_backward": has_backward, "share": share}
+            row = {"implementation": implementation, "batch": batch, "head_dim": head_dim}
+            row |= {"has_backward": has_backward, "share": share}
             row["milliseconds"] = times[str(share)]
             row["efficiency"] = share * times["1.0"] / times[str(share)]
             row["speedup"] = times["no block mask"] / times[str(share)]
             rows.append(row)
             kind = "forward+backward" if has_backward else "forward"
             print(
-                f"{implementation} d={head_dim:<4}{kind:17}{share:7.2%} of blocks: {row['milliseconds']:7.3f} ms, "
-                f"efficiency {row['efficiency']:.3f}, {row['speedup']:.2f} times as fast as without a block mask",
+                f"{implementation} B={batch} d={head_dim:<4}{kind:17}{share:7.2%} of blocks: {row['milliseconds']:7.3f} "
+                f"ms, efficiency {row['efficiency']:.3f}, {row['speedup']:.2f} times as fast as without a block mask",
                 flush=True,
             )
     facts = environment.describe()
     path = RESULTS / f"block-sparse-{facts['date'][:10]}-{environment.device_slug(facts)}.json"
-    path.write_text(json.dumps({"environment": facts, "length": options.length, "rows": rows}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"environment": facts, "length": options.length, "hidden": options.hidden, "rows": rows}, indent=1)
+        + "\n"
+    )
     print(f"written: {path}")
 
 
