@@ -44,7 +44,7 @@ __device__ __forceinline__ void fill_selectors(typename Config::SharedStorage& s
 
 template <class Config>
 __device__ __forceinline__ void init_shared(const AttentionParams& params,
-                                            const SequenceInputs& inputs, int blocks,
+                                            const SequenceInputs& inputs, const KeyGrid& grid,
                                             bool is_reversed,
                                             typename Config::SharedStorage& shared) {
   if (threadIdx.x == 0) {
@@ -57,24 +57,25 @@ __device__ __forceinline__ void init_shared(const AttentionParams& params,
       ptx::mbarrier_init(&shared.dout_empty[stage], Config::kConsumers);
     }
     ptx::mbarrier_init_fence();
-    shared.block.locate(params, inputs, blockIdx.x, blocks, is_reversed);
+    shared.block.locate(params, inputs, blockIdx.x, grid, is_reversed);
   }
   fill_selectors<Config>(shared);
   __syncthreads();
 }
 
-// Grid: (batch entry, KV head, key block), blocks fastest, for causal calls the longest first; with
-// kIsOrdered and is_reversed the shortest first, in which order their dq comes without waiting.
+// Grid: blocks of keys in the order of KeyGrid, for causal calls the longest first; with kIsOrdered
+// and is_reversed the shortest first, in which order their dq comes without waiting.
 template <class Config, bool kIsOrdered>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ BackwardParams params,
                     const __grid_constant__ SequenceInputs inputs,
                     const __grid_constant__ BackwardWorkspace workspace,
-                    const __grid_constant__ int blocks, const __grid_constant__ bool is_reversed) {
+                    const __grid_constant__ KeyGrid grid,
+                    const __grid_constant__ bool is_reversed) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_memory);
-  init_shared<Config>(params.attention, inputs, blocks, kIsOrdered && is_reversed, shared);
+  init_shared<Config>(params.attention, inputs, grid, kIsOrdered && is_reversed, shared);
   if constexpr (Config::kIsGeneral) {
     if (shared.block.num_rows <= 0) return;
   }

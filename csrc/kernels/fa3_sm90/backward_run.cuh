@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "base/launch_kernel.cuh"
 #include "kernels/fa3_sm90/backward_prepare.cuh"
 #include "kernels/fa3_sm90/backward_wide.cuh"
@@ -44,6 +46,26 @@ cudaError_t make_maps(const BackwardParams& params, BackwardMaps* maps) {
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+// Sections where blocks differ in length, as a causal mask makes them: as many heads as L2 keeps
+// queries, dout and sums of dq of, one query head of each group at a time. The blocks of a short
+// head do better next to each other, whose queries they share, unless there are few blocks in all.
+// Measured without dq's order, head dims up to 128 (docs/kernels/fa3_sm90_backward.md).
+template <class Config>
+KeyGrid make_key_grid(const AttentionParams& params, int blocks, bool is_deterministic) {
+  constexpr int64_t kSectionBytes = 32 << 20, kManyBlocks = 16, kFewCtas = 2 * 132;
+  const int64_t num_heads = params.B * params.K;
+  int64_t section_heads = 1;
+  const bool is_causal = params.window_right >= 0 && params.window_left < 0;
+  const bool is_measured = !Config::kIsWide && !Config::kIsGeneral && !is_deterministic;
+  if (is_causal && is_measured && (blocks >= kManyBlocks || num_heads * blocks <= kFewCtas)) {
+    const int64_t row_bytes = 2 * (params.H + params.Hv) + 4 * Config::kHeadDim;
+    const int64_t head_bytes = std::max<int64_t>(params.T * row_bytes, 1);
+    section_heads =
+        std::min(std::max<int64_t>(kSectionBytes / head_bytes, 1), std::max<int64_t>(num_heads, 1));
+  }
+  return {blocks, static_cast<int>(num_heads), static_cast<int>(section_heads)};
 }
 
 template <class Config, bool kIsOrdered>
@@ -101,8 +123,9 @@ cudaError_t run_backward(const BackwardParams& params, const SequenceInputs& inp
   // the order in which their dq comes without waiting.
   const bool is_reversed = attention.window_right >= 0;
   const auto kernel = is_deterministic ? main_kernel<Config, true>() : main_kernel<Config, false>();
-  error = launch_clusters<Config>(kernel, attention.B * attention.K * sizes.blocks, stream, maps,
-                                  params, inputs, workspace, workspace.blocks, is_reversed);
+  error = launch_clusters<Config>(
+      kernel, attention.B * attention.K * sizes.blocks, stream, maps, params, inputs, workspace,
+      make_key_grid<Config>(attention, workspace.blocks, is_deterministic), is_reversed);
   if (error != cudaSuccess) return error;
   return launch_kernel(backward_convert_kernel<Config>, query_ctas, kPrepareThreads, 0, stream,
                        params, inputs, workspace);

@@ -5,6 +5,15 @@
 
 namespace jaxflash::fa3_sm90 {
 
+// Order of the CTAs. A head is one KV head of one batch entry. Sections of heads follow each other,
+// in each the first blocks of all its heads, then the second ones: with a causal mask the longest
+// blocks start early and the short ones fill the gaps at the end. Within a head blocks always come
+// in order, on which the order of dq relies.
+struct KeyGrid {
+  int blocks;  // of a head
+  int num_heads, section_heads;
+};
+
 // The keys [first_key, first_key + kBlockKV) of one KV head. Each query head of its group brings
 // the tiles [first_tile, end_tile) of queries that can see one of them. It lies in shared memory,
 // so that it takes no registers in the loops.
@@ -17,18 +26,21 @@ struct KeyBlock {
   device::Window see;
   int first_row, end_row;  // the queries of the batch entry that see a key at all
 
-  // index: of (batch entry, KV head, key block), blocks fastest. One thread of the CTA. Returns
-  // what the block lies in.
+  // index: in the order of the grid. One thread of the CTA. Returns what the block lies in.
   __device__ __forceinline__ device::SequenceTile locate(const AttentionParams& params,
                                                          const SequenceInputs& inputs,
-                                                         unsigned index, int blocks,
+                                                         unsigned index, const KeyGrid& grid,
                                                          bool is_reversed) {
     const int K = static_cast<int>(params.K), group_size = static_cast<int>(params.group_size);
-    const int block = index % blocks;
-    kv_head = index / blocks % K;
-    batch = index / blocks / K;
+    const int section_blocks = grid.blocks * grid.section_heads;
+    const int first_of_section = index / section_blocks * grid.section_heads;
+    const int heads = min(grid.section_heads, grid.num_heads - first_of_section);
+    const int block = index % section_blocks / heads;
+    const int entry = first_of_section + index % section_blocks % heads;
+    kv_head = entry % K;
+    batch = entry / K;
     const device::SequenceTile place = device::locate_tile<false, kBlockKV>(
-        params, inputs, batch, is_reversed ? blocks - 1 - block : block);
+        params, inputs, batch, is_reversed ? grid.blocks - 1 - block : block);
     first_key = place.row_begin;
     first_head = kv_head * group_size;
     end_head = first_head + group_size;

@@ -55,9 +55,9 @@ struct MaskedKeyBlock : KeyBlock<kBlockQ, kBlockKV> {
 
   // One thread of the CTA.
   __device__ __forceinline__ void locate(const AttentionParams& params,
-                                         const SequenceInputs& inputs, unsigned index, int blocks,
-                                         bool is_reversed) {
-    const device::SequenceTile place = Base::locate(params, inputs, index, blocks, is_reversed);
+                                         const SequenceInputs& inputs, unsigned index,
+                                         const KeyGrid& grid, bool is_reversed) {
+    const device::SequenceTile place = Base::locate(params, inputs, index, grid, is_reversed);
     masks = device::make_visibility(params, place, 0);
     mask_head_stride = params.block_mask.head_stride;
     query_begin = place.query_begin;

@@ -83,7 +83,7 @@ struct WideStepLoader {
 
 template <class Config>
 __device__ __forceinline__ void init_wide_shared(const AttentionParams& params,
-                                                 const SequenceInputs& inputs, int blocks,
+                                                 const SequenceInputs& inputs, const KeyGrid& grid,
                                                  bool is_reversed,
                                                  typename Config::SharedStorage& shared) {
   constexpr int kReaders = Config::kConsumers * Config::kCluster;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void init_wide_shared(const AttentionParams& params,
       ptx::mbarrier_init(&shared.other_empty[parity], Config::kConsumers);
     }
     ptx::mbarrier_init_fence();
-    shared.block.locate(params, inputs, blockIdx.x / Config::kCluster, blocks, is_reversed);
+    shared.block.locate(params, inputs, blockIdx.x / Config::kCluster, grid, is_reversed);
   }
   constexpr int kChunks = Config::TileDscores::kBytes / sizeof(uint4);
   for (int i = threadIdx.x; i < kChunks; i += Config::kThreads) {  // of the step before the first
@@ -123,11 +123,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                          const __grid_constant__ BackwardParams params,
                          const __grid_constant__ SequenceInputs inputs,
                          const __grid_constant__ BackwardWorkspace workspace,
-                         const __grid_constant__ int blocks,
+                         const __grid_constant__ KeyGrid grid,
                          const __grid_constant__ bool is_reversed) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& shared = *reinterpret_cast<typename Config::SharedStorage*>(shared_memory);
-  init_wide_shared<Config>(params.attention, inputs, blocks, kIsOrdered && is_reversed, shared);
+  init_wide_shared<Config>(params.attention, inputs, grid, kIsOrdered && is_reversed, shared);
   if constexpr (Config::kIsGeneral) {
     if (shared.block.num_rows <= 0) return;
   }
