@@ -79,8 +79,9 @@ def main():
             rows.append(row)
             kind = "forward+backward" if has_backward else "forward"
             print(
-                f"{implementation} B={batch} d={head_dim:<4}{kind:17}{share:7.2%} of blocks: {row['milliseconds']:7.3f} "
-                f"ms, efficiency {row['efficiency']:.3f}, {row['speedup']:.2f} times as fast as without a block mask",
+                f"{implementation} B={batch} d={head_dim:<4}{kind:17}{share:7.2%} of blocks: "
+                f"{row['milliseconds']:7.3f} ms, efficiency {row['efficiency']:.3f}, "
+                f"{row['speedup']:.2f} times as fast as without a block mask",
                 flush=True,
             )
     facts = environment.describe()

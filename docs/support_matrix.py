@@ -65,7 +65,7 @@ DEVICES = {  # what each implementation is asked about
 # What no call can say: fixed properties of an implementation.
 PROPERTIES = {
     "packed sequences (`flash_mha_varlen`)": {
-        "fa3": "yes",
+        "fa3": "no",
         "fa2": "yes",
         "fa1": "no",
         "cpu": "yes",

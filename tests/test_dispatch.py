@@ -1,5 +1,6 @@
 """Which implementation a call takes, every reason for refusing, and what is printed about it."""
 
+import functools
 import math
 
 import jax
@@ -240,6 +241,14 @@ def test_fa3_is_for_hopper(hopper, monkeypatch):
     explanation = jaxflash.why(*arrays)
     assert explanation.chosen == "fa2"
     assert "needs compute capability 9.0" in explanation.reasons["fa3"]
+
+
+def test_fa3_refuses_packed_sequences(hopper):
+    q, k, v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in half_precision())
+    offsets = jax.ShapeDtypeStruct((3,), jnp.int32)
+    attend = functools.partial(jaxflash.flash_mha_varlen, implementation="fa3")
+    with pytest.raises(NotImplementedError, match=r"fa3 refused: takes no packed sequences \(cu_seqlens\)"):
+        jax.eval_shape(attend, q, k, v, offsets, offsets)
 
 
 @pytest.mark.parametrize(("T", "S", "chosen"), [(16, 256, "fa2"), (16, 255, "fa3"), (17, 4096, "fa3"), (1, 16, "fa2")])

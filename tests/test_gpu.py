@@ -50,7 +50,7 @@ def adapted(kernel: str, case: cases.Case) -> cases.Case:
     if kernel == "fa3":
         sizes = {name: min(-(-getattr(case, name) // 8) * 8, 256) for name in ("H", "Hv")}
         scale = case.scale if case.scale is None or case.scale > 0 else None
-        case = dataclasses.replace(case, **sizes, bias=None, mask=None, scale=scale, dropout_rate=0.0)
+        case = dataclasses.replace(case, **sizes, bias=None, mask=None, sequences=0, scale=scale, dropout_rate=0.0)
     return case
 
 

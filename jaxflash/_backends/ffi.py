@@ -53,7 +53,7 @@ _KERNELS = {
         head_dim_multiple=8,
         batch_dims=4,
         length=2**30 - 1,
-        untaken=("bias", "mask"),
+        untaken=("bias", "mask", "query_offsets"),
         takes_dropout=False,
         takes_any_scale=False,
     ),
