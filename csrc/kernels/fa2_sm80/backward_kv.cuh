@@ -244,7 +244,9 @@ __device__ __forceinline__ void backward_kv_tile(const BackwardParams& params,
       compute_scores<Config, Element>(shared.k, shared.q[stage], warp.kv_row, column, lane_idx, p);
       compute_scores<Config, Element>(shared.v, shared.dout[stage], warp.kv_row, column, lane_idx,
                                       ds);
-      if (kIsGeneral && (is_partial || has_adjusted_pairs(attention))) {
+      // float32 has no registers for both forms.
+      constexpr bool kHasPlainForm = !kIsGeneral || sizeof(typename Config::Stored) == 2;
+      if (kIsGeneral && (!kHasPlainForm || is_partial || has_adjusted_pairs(attention))) {
         if constexpr (kIsGeneral) {
           device::Visibility see = stream.see;
           if (head != stream.head) device::select_head(attention, place.batch, head, &see);
