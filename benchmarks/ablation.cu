@@ -92,7 +92,7 @@ class Worker : Consumer<Config> {
     this->stage_output(tile, &shared_.output_staged[0][consumer_idx_]);
     this->group_sync();  // the output is complete
     if (this->thread_idx_ == 0) {
-      store_rows<Config>(maps_.out, *this->queries_, this->row_begin_, tile.head, tile.batch);
+      send_rows<Config>(maps_.out, *this->queries_, this->row_begin_, tile.head, tile.batch);
       ptx::bulk_wait<0>();
     }
   }

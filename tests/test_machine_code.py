@@ -51,24 +51,27 @@ def exponentials_before_waits(code: list[str]) -> list[int]:
     return [sum(x.startswith("MUFU.EX2") for x in stretch) for stretch in between_waits(code)]
 
 
-def plain_forward(head_dim: int, folder: Path) -> list[str]:
+@pytest.fixture(scope="module", params=[(64, 128), (128, 128), (256, 80)], ids=lambda sizes: f"head dim {sizes[0]}")
+def plain_forward(request, tmp_path_factory):
+    """Keys of a block, and the code."""
+    head_dim, keys = request.param
     size = str(head_dim)
     values = {"ELEMENT": "__nv_bfloat16", "HEAD_DIM": size, "HEAD_DIM_V": size, "FEATURES": "kPlain"}
-    (code,) = instructions("instantiate.cu.in", "forward_kernel", folder, **values)
-    return code
+    (code,) = instructions("instantiate.cu.in", "forward_kernel", tmp_path_factory.mktemp("forward"), **values)
+    return keys, code
 
 
-@pytest.mark.parametrize(("head_dim", "keys"), [(64, 128), (128, 128), (256, 80)])
-def test_softmax_runs_beside_the_product_of_the_block_before(tmp_path, head_dim, keys):
-    counts = exponentials_before_waits(plain_forward(head_dim, tmp_path))
+def test_softmax_runs_beside_the_product_of_the_block_before(plain_forward):
+    keys, code = plain_forward
+    counts = exponentials_before_waits(code)
     assert len(counts) == 2, "a step with masks and one without"
     assert min(counts) >= keys // 2, "all of 64 rows of scores in 128 threads"
 
 
-@pytest.mark.parametrize(("head_dim", "keys"), [(64, 128), (128, 128), (256, 80)])
-def test_softmax_reads_few_registers(tmp_path, head_dim, keys):
+def test_softmax_reads_few_registers(plain_forward):
     """One without masks. A third register in each scaling, or few reused operands, cost 7 % of the speed (H200)."""
-    _, step = between_waits(plain_forward(head_dim, tmp_path))
+    keys, code = plain_forward
+    _, step = between_waits(code)
     scalings = [x for x in step if x.startswith("FFMA")]
     assert len(scalings) >= keys // 2
     registers = [len(re.findall(r"\bR\d+", x.split(",", 1)[1])) for x in scalings]

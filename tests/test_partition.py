@@ -1,5 +1,6 @@
 """Sharding: on 8 virtual devices results equal one device to the bit, and nothing is gathered."""
 
+import math
 import re
 
 import jax
@@ -284,8 +285,8 @@ def test_shard_map_over_some_axes(kind):
 
 
 def test_pmap(implementation):
-    """Over all of 8 devices on the CPU, and over as many as there are on GPUs."""
-    count = min(8, jax.local_device_count())
+    """Over all of 8 devices on the CPU, and over as many as there are and share 8 entries evenly on GPUs."""
+    count = math.gcd(8, jax.local_device_count())
     arrays = _inputs(B=8)
     weights = normal(8, 10, 8, 5, seed=3)
 

@@ -35,7 +35,7 @@ namespace jaxflash::fa2_sm80 {
 template <class Config>
 class ForwardTile : WarpRows<Config> {
   using Base = WarpRows<Config>;
-  using Base::kHeadDim, Base::kTilesM;
+  using Base::kHeadDim, Base::kIsFloat, Base::kTilesM;
   using Base::params_, Base::shared_, Base::lane_idx_, Base::warp_row_, Base::output_;
   using typename Base::Element;
   using typename Base::Scores;
@@ -276,7 +276,7 @@ class ForwardTile : WarpRows<Config> {
   // output += P times the values of the tile.
   __device__ __forceinline__ void accumulate_output(const Tile& v, const Scores& probabilities) {
     const int lane_idx = opaque_lane();
-    if constexpr (Config::kIsFloat) {
+    if constexpr (kIsFloat) {
       this->accumulate_tile_sums(v, probabilities, lane_idx);
       return;
     }

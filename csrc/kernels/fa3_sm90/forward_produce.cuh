@@ -27,9 +27,9 @@ struct ForwardMaps {
 
 // Sends 64 staged rows on their way.
 template <class Config>
-__device__ __forceinline__ void store_rows(const CUtensorMap& map,
-                                           const typename Config::QueryTile& staged, int row,
-                                           int head, int batch) {
+__device__ __forceinline__ void send_rows(const CUtensorMap& map,
+                                          const typename Config::QueryTile& staged, int row,
+                                          int head, int batch) {
 #pragma unroll
   for (int slab = 0; slab < Config::ValueTile::kNumSlabs; ++slab) {
     ptx::tma_store(&map, staged.slabs[slab], 64 * slab, row, head, batch);
@@ -110,14 +110,14 @@ class Producer {
 
   // The queries of tile t take the place of tile t - kNumQueryBuffers when its output has left.
   __device__ __forceinline__ void move_rows() const {
-    RowTile sent_next[kNumQueryBuffers];  // tiles t - 1 and, with two buffers, t - 2
+    RowTile waiting[kNumQueryBuffers];  // tiles t - 1 and, with two buffers, t - 2
 #pragma unroll 1
     for (int t = 0;; ++t) {
       const RowTile tile = open_rows(t);
 #pragma unroll 1
       for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
         if (t >= kNumQueryBuffers) {
-          send_output(sent_next[kNumQueryBuffers - 1], t - kNumQueryBuffers, consumer);
+          send_output(waiting[kNumQueryBuffers - 1], t - kNumQueryBuffers, consumer);
         }
         if (tile.first >= 0) load_queries(tile, t, consumer);
       }
@@ -125,14 +125,14 @@ class Producer {
         if (kNumQueryBuffers == 2 && t > 0) {
 #pragma unroll 1
           for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
-            send_output(sent_next[0], t - 1, consumer);
+            send_output(waiting[0], t - 1, consumer);
           }
         }
         ptx::bulk_wait<0>();
         return;
       }
-      sent_next[kNumQueryBuffers - 1] = sent_next[0];
-      sent_next[0] = tile;
+      waiting[kNumQueryBuffers - 1] = waiting[0];
+      waiting[0] = tile;
     }
   }
 
@@ -201,7 +201,7 @@ class Producer {
     const int buffer = t % kNumQueryBuffers, row = tile.first + 64 * consumer;
     ptx::mbarrier_wait(&shared_.output_staged[buffer][consumer], t / kNumQueryBuffers & 1);
     if (Config::kIsGeneral && row + 64 > tile.end) return;
-    store_rows<Config>(maps_.out, shared_.q[buffer][consumer], row, tile.head, tile.batch);
+    send_rows<Config>(maps_.out, shared_.q[buffer][consumer], row, tile.head, tile.batch);
     ptx::bulk_wait_read<0>();
   }
 
